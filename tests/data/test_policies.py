@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.test_reader import NUM_ROWS, global_batches, make_dataset, rows_of
 from meseta.data import Batch, Dataset, Reader, ReaderOptions
-from meseta.data.read.rows import pad
+from meseta.data.read.tensors import pad
 from meseta.spec import MesetaError
 
 

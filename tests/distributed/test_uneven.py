@@ -16,7 +16,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import meseta
 from meseta.comm import World
-from meseta.data.batch import Batch, Position
+from meseta.data.batch import Batch
+from meseta.data.position import Position
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.flight import UNEVEN
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor

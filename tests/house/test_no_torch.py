@@ -1,6 +1,7 @@
 """`meseta plan` and `meseta --help` start quickly: nothing from the planner down loads torch, even indirectly.
 
-`meseta doctor` does not either: it has to tell when torch is broken.
+`meseta doctor` does not either: it has to tell when torch is broken; nor does what decodes rows, which may do so for
+others alone, starts at once then and stays small.
 """
 
 import subprocess
@@ -12,14 +13,20 @@ import pytest
 from source_tree import SOURCE
 
 # Checked in a fresh interpreter: an import contract does not see imports inside functions or other packages.
-TORCH_FREE = ["meseta", "meseta.spec", "meseta.config", "meseta.planner", "meseta.measure.doctor.examine"]
+HEAVY = {"torch", "pyarrow", "numpy"}
+HEAVY_BY_MODULE = {
+    "meseta": HEAVY,
+    "meseta.spec": HEAVY,
+    "meseta.config": HEAVY,
+    "meseta.planner": {"torch", "pyarrow"},  # it reckons in arrays
+    "meseta.measure.doctor.examine": HEAVY,
+    "meseta.data.read.cut": {"torch"},
+    "meseta.data.read.decode": {"torch"},
+}
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_no_torch_is_loaded(module: str) -> None:
-    heavy = (
-        {"torch", "pyarrow"} if module == "meseta.planner" else {"torch", "pyarrow", "numpy"}
-    )  # it reckons in arrays
+@pytest.mark.parametrize(("module", "heavy"), HEAVY_BY_MODULE.items())
+def test_no_torch_is_loaded(module: str, heavy: set[str]) -> None:
     program = f"import {module}, sys; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -32,7 +39,7 @@ def test_no_torch_is_loaded(module: str) -> None:
 
 
 MODEL = "format: meseta.workload/1\nbatch_size: 64\ntables: {user: {num_embeddings: 9, embedding_dim: 8, copies: 3}}\n"
-HEAVY = ["torch", "pyarrow", "scipy", "pandas", "matplotlib"]
+SLOW_TO_LOAD = ["torch", "pyarrow", "scipy", "pandas", "matplotlib"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_commands_that_start_at_once(command: list[str], printed: str, tmp_path:
         f"import sys; sys.argv = {['meseta', *command]}\n"
         "from meseta.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
-        f"print([name for name in {HEAVY} if name in sys.modules])"
+        f"print([name for name in {SLOW_TO_LOAD} if name in sys.modules])"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from meseta.comm import World
-from meseta.data.batch import Batch, Position
+from meseta.data.batch import Batch
+from meseta.data.position import Position
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM

@@ -13,7 +13,8 @@ import pytest
 from scipy import stats
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 
 FILE = Path(__file__).parents[2] / "benchmarks/bench_chosen_split.py"
 

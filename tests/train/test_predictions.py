@@ -13,7 +13,8 @@ import pytest
 from meseta.comm import World
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.key_columns import KeyColumns
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
 from meseta.train.trained import load_trained

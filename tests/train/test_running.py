@@ -14,7 +14,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data import Batch
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict

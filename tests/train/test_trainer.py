@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.reader import Batches, Reader
+from meseta.data.read.batch_reader import Batches, BatchReader
 from meseta.measure import step_threads, waiting
 from meseta.measure.threads import threads
 from meseta.pipeline import Pipeline, Step
@@ -257,13 +257,13 @@ def test_a_run_that_goes_on_reads_from_where_it_was(
 ) -> None:
     """Its first windows are not read for nothing: reading begins once, in the middle."""
     begun = []
-    epochs = Reader.epochs
+    epochs = BatchReader.epochs
 
-    def spy(self: Reader, num_epochs: int) -> Batches:
+    def spy(self: BatchReader, num_epochs: int) -> Batches:
         begun.append((self.split, self.get_state()["row"]))
         return epochs(self, num_epochs)
 
-    monkeypatch.setattr(Reader, "epochs", spy)
+    monkeypatch.setattr(BatchReader, "epochs", spy)
     train(settings(tiny, tmp_path / "run", train__max_steps=5))
     train(settings(tiny, tmp_path / "run", train__max_steps=9))
     assert [row for split, row in begun if split == "train"] == [0, 5 * 90]

@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from meseta.data.batch import Batch
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.prepare.options import PrepareOptions
-    from meseta.data.read.reader import Reader, ReaderOptions
+    from meseta.data.read.options import ReaderOptions
+    from meseta.data.read.reader import Reader
 
 _HOME = {
     "Batch": "meseta.data.batch",
     "Dataset": "meseta.data.dataset.dataset",
     "PrepareOptions": "meseta.data.prepare.options",
     "Reader": "meseta.data.read.reader",
-    "ReaderOptions": "meseta.data.read.reader",
+    "ReaderOptions": "meseta.data.read.options",
 }
 
 __all__ = ["Batch", "Dataset", "PrepareOptions", "Reader", "ReaderOptions"]

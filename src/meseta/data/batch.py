@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from meseta.data.position import Position
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float, Int
-
-
-class Position(NamedTuple):
-    """Where a reader stands: before this row, in the order of this epoch."""
-
-    epoch: int
-    """From 0."""
-    row: int
-    """From 0; 0 where the epoch begins."""
 
 
 @dataclass(frozen=True)

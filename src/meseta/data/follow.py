@@ -13,7 +13,8 @@ import torch
 
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.spec import MesetaError
 
 FORMAT = "meseta.follow/1"

@@ -16,9 +16,9 @@ from meseta.comm import World
 from meseta.config import MetricsConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
-from meseta.data.read.reader import Reader
-from meseta.data.read.rows import pad
+from meseta.data.read.tensors import pad
 from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.model import Model
@@ -55,7 +55,7 @@ class Evaluation:
 
 def predict(
     model: Model,
-    reader: Reader | NewBatches,
+    reader: BatchReader | NewBatches,
     world: World,
     shift: float = 0.0,
     outside: IdsOutside | None = None,
@@ -96,7 +96,7 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 
 
 def evaluate(
-    model: Model, reader: Reader, world: World, config: MetricsConfig | None = None, shift: float = 0.0
+    model: Model, reader: BatchReader, world: World, config: MetricsConfig | None = None, shift: float = 0.0
 ) -> Evaluation:
     """Figures over all rows of the reader's split, the same on every rank and for any number of ranks; `shift` is added
     to the logits.

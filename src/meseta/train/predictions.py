@@ -19,7 +19,8 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare.new_rows import Unseen
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.machine.files import move, sync
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError

@@ -17,7 +17,7 @@ from meseta.checkpoint.store.store import newest, store_at
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import checkpoints_of_run, value_at
-from meseta.data.read.reader import Reader
+from meseta.data.read.batch_reader import BatchReader
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
@@ -78,7 +78,7 @@ class Over:
         return None
 
 
-def seek(reader: Reader, path: Location | None) -> dict[str, Any] | None:
+def seek(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
     """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where there
     is no such checkpoint, or one that is refused when it is taken up."""
     if path is None:

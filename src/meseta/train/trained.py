@@ -17,7 +17,8 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.new_batches import NewBatches
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.data.read.selection import calibration_shift
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError

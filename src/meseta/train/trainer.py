@@ -20,7 +20,7 @@ from meseta.comm.listed import Unlisted
 from meseta.comm.recording import show_record
 from meseta.config import RunConfig
 from meseta.data.dataset.encoding import Encoding
-from meseta.data.read.reader import Batches
+from meseta.data.read.batch_reader import Batches
 from meseta.data.read.selection import calibration_shift
 from meseta.machine.remote import Location
 from meseta.measure.step_threads import StepThreads

@@ -11,9 +11,10 @@ import pyarrow as pa
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare.new_rows import NewRows
+from meseta.data.read.cut import slice_of
 from meseta.data.read.prefetch import Prefetch
-from meseta.data.read.reader import slice_of
-from meseta.data.read.rows import decode, to_batch
+from meseta.data.read.rows import decode
+from meseta.data.read.tensors import to_batch
 from meseta.data.row_queue import RowQueue
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.data.counter import permutation
+from meseta.data.read.options import ReaderOptions
 
 _GROUPS, _ROWS = 0, 1  # keys of the two kinds of permutation
 
@@ -73,3 +74,11 @@ class EpochOrder:
         num_rows = int(self._starts[index + 1] - self._starts[index])
         rows = None if self._shuffle_key is None else permutation(num_rows, *self._shuffle_key, _ROWS, index)
         return Window(start=int(self._starts[index]), num_rows=num_rows, groups=tuple(self._windows[index]), rows=rows)
+
+
+def epoch_order(group_rows: Sequence[int], options: ReaderOptions, epoch: int) -> EpochOrder:
+    """The order of rows in one epoch; where they are not shuffled each row group is a window, which stays in the
+    caches."""
+    if options.shuffle:
+        return EpochOrder(group_rows, options.window_rows, (options.seed, epoch))
+    return EpochOrder(group_rows, 1, None)

@@ -10,7 +10,9 @@ import torch
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.batch_reader import BatchReader
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.reader import Reader
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.machine.ranks import local_rank, note, num_local_ranks
 from meseta.optim.schedule import learning_rate_factor
@@ -77,7 +79,7 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     return shard(model, plan, world=world, dense=config.dense.sharding, comm=comm, storage=storage)
 
 
-def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> Reader:
+def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> BatchReader:
     """This rank's slices of the batches of a split: training rows are shuffled, others come in the order of the
     files."""
     train, data = config.train, config.data
@@ -95,7 +97,7 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -
     return Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
 
 
-def count_steps(config: RunConfig, reader: Reader, num_done: int) -> int:
+def count_steps(config: RunConfig, reader: BatchReader, num_done: int) -> int:
     """Steps of the whole run, of which `num_done` are done and `reader` has the rest; the batch size may have changed
     in between. Raises MesetaError where there is nothing to read, or less to do than is done."""
     if reader.num_batches == 0:

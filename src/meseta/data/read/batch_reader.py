@@ -1,0 +1,187 @@
+"""What training, evaluation and prediction ask of a reader, whoever decodes: batches by position, the same for any
+number of ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+from meseta.data.batch import Batch
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.position import Position
+from meseta.data.read.cut import slice_of
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.prefetch import Prefetch
+from meseta.data.read.rows import Rows
+from meseta.data.read.selection import LeftOut
+from meseta.data.read.tensors import pad, to_batch
+from meseta.spec import MesetaError
+
+FORMAT = "meseta.reader/1"
+
+
+@runtime_checkable
+class RowsInOrder(Protocol):
+    """Rows of one epoch by their place in its order."""
+
+    def take(self, first: int, last: int) -> Rows:
+        """Rows first..last-1 of the epoch; calls come in ascending order."""
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        ...
+
+
+class Batches(Iterator[Batch]):
+    """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
+
+    def __init__(self, ahead: Prefetch[Batch], move_on: Callable[[Batch], Batch]) -> None:
+        self._ahead, self._move_on = ahead, move_on
+
+    def __next__(self) -> Batch:
+        return self._move_on(next(self._ahead))  # no name here holds a batch until the next one
+
+    def close(self) -> None:
+        """End the thread that reads ahead; no batch comes any more."""
+        self._ahead.close()
+
+
+class BatchReader(ABC):
+    """Batches of one split for one rank, from a position on.
+
+        for batch in reader.epochs(3):      # or `for batch in reader.epoch():` for what is left of one
+            ...
+            state = reader.get_state()      # JSON-able; on a new reader: reader.set_state(state)
+
+    Global batch k of an epoch is a function of the files, the options but for prefetch, epoch and k alone. Rank r gets
+    its r-th contiguous slice, and the first batch_size % num_ranks ranks one sample more; a slice may be empty, so that
+    all ranks see the same number of batches. Every row comes exactly once per epoch, save those that the filter,
+    negative_keep and last_batch leave out.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        options: ReaderOptions,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_rows: int,
+        left_out: LeftOut,
+    ) -> None:
+        self.dataset = dataset
+        self.split = split
+        """Name of the split."""
+        self.options = options
+        self.num_rows = num_rows
+        """Rows of an epoch."""
+        self.left_out = left_out
+        """Rows of the split that the options leave out of every epoch."""
+        self.position = Position(0, 0)
+        """After the last batch handed over."""
+        self._rank, self._num_ranks = rank, num_ranks
+
+    @abstractmethod
+    def _rows(self, epoch: int, row: int) -> RowsInOrder:
+        """The rows of an epoch, of which this rank's slices of the batches from `row` on will be taken."""
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of a whole epoch, the same on every rank."""
+        return self._num_batches_from(0)
+
+    @property
+    def num_batches_left(self) -> int:
+        """Global batches from the present position to the end of its epoch."""
+        return self._num_batches_from(self.position.row)
+
+    @property
+    def epoch_index(self) -> int:
+        """Number of the epoch that the next batch belongs to, from 0."""
+        return self.position.epoch
+
+    def num_batches_until(self, position: Position) -> int:
+        """Global batches from the beginning of the first epoch up to a position."""
+        return (position.epoch + 1) * self.num_batches - self._num_batches_from(position.row)
+
+    def epoch(self) -> Batches:
+        """The batches from the present position to the end of its epoch."""
+        return self.epochs(self.position.epoch + 1)
+
+    def epochs(self, num_epochs: int) -> Batches:
+        """The batches from the present position until `num_epochs` epochs, counted from the first, are complete.
+
+        Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
+        as consumed; leave the loop early and the next call goes on with the following batch.
+        """
+        batches = self._produce(*self.position, num_epochs)
+        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on)
+
+    def get_state(self, position: Position | None = None) -> dict[str, Any]:
+        """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank and
+        for every reader of the same rows."""
+        epoch, row = position or self.position
+        chosen = {"filter": self.options.filter, "negative_keep": self.options.negative_keep}
+        return {
+            "format": FORMAT,
+            "split": self.split,
+            "epoch": epoch,
+            "row": row,
+            "num_rows": self.num_rows,
+            "shuffle": self.options.shuffle,
+            "seed": self.options.seed,
+            "window_rows": self.options.window_rows,
+            **(chosen if self.options.selects else {}),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `get_state` was called, to the row; batch_size and num_ranks may differ, the order may not.
+
+        Raises MesetaError where the state is of another split, seed, shuffle, window_rows or choice of rows.
+        """
+        mine, all_rows = self.get_state(), {"filter": None, "negative_keep": 1.0}
+        for key, value in {**all_rows, **mine}.items():
+            if key not in state and key not in all_rows:
+                raise MesetaError(f"reader state: key {key!r} is missing; pass what get_state returned")
+            saved = state.get(key, all_rows.get(key))
+            if key not in ("epoch", "row") and saved != value:
+                raise MesetaError(
+                    f"reader state: it was saved with {key} {saved!r}, but this reader has {value!r}, so its rows "
+                    "come in another order; use the same data and options, or begin anew"
+                )
+        epoch, row = state["epoch"], state["row"]
+        if not (isinstance(epoch, int) and isinstance(row, int) and epoch >= 0 and 0 <= row <= self.num_rows):
+            raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is no position among {self.num_rows} rows")
+        self.position = Position(epoch, row)
+
+    def _move_on(self, batch: Batch) -> Batch:
+        assert batch.position is not None
+        self.position = batch.position
+        return batch
+
+    def _num_batches_from(self, row: int) -> int:
+        left = self.num_rows - row
+        is_dropped = self.options.last_batch == "drop"
+        return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
+
+    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[Batch]:
+        while epoch < num_epochs:
+            with closing(self._rows(epoch, row)) as rows:
+                for left in range(self._num_batches_from(row), 0, -1):
+                    after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
+                    yield replace(self._make(rows, row), position=Position(*after))
+                    row += self.options.batch_size
+            epoch, row = epoch + 1, 0
+
+    def _make(self, rows: RowsInOrder, row: int) -> Batch:
+        """This rank's part of the global batch that begins at `row`."""
+        stop = min(row + self.options.batch_size, self.num_rows)
+        size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
+        first, last = slice_of(self._rank, self._num_ranks, row, row + size)
+        batch = to_batch(self.dataset, rows.take(min(first, stop), min(last, stop)))
+        return batch if row + size == stop else pad(batch, last - first)

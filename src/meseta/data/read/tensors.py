@@ -1,0 +1,86 @@
+"""Decoded rows as tensors: a Batch, and how it is filled up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from meseta.data.batch import Batch
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.rows import IdLists, Rows
+from meseta.jagged import KeyedJaggedTensor
+
+
+def to_batch(dataset: Dataset, rows: Rows) -> Batch:
+    """Tensors of these rows; ids and lengths are int64, feature-major. Views of other arrays are copied, arrays that
+    own their memory are taken over.
+    """
+    num_rows = len(rows.label)
+    keys = tuple(feature.name for feature in dataset.sparse)
+    if not rows.bags:
+        values = rows.single.astype(np.int64, order="C").reshape(-1)
+        lengths = np.ones(values.size, np.int64)
+        weights = None
+    else:
+        values, lengths, weights = _interleave(dataset, rows)
+    sparse = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths),
+        weights=None if weights is None else torch.from_numpy(weights),
+        batch_sizes=(num_rows,) * len(keys),
+    )
+    return Batch(
+        dense=_own(rows.dense),
+        sparse=sparse,
+        label=_own(rows.label),
+        weight=None if rows.weight is None else _own(rows.weight),
+        group=None if rows.group is None else _own(rows.group),
+    )
+
+
+def pad(batch: Batch, batch_size: int) -> Batch:
+    """The batch, filled up to `batch_size` samples that have weight 0, no ids, zeros for all else."""
+    more = batch_size - batch.batch_size
+    sparse, num_keys = batch.sparse, len(batch.sparse.keys)
+    lengths = functional.pad(sparse.lengths.view(num_keys, batch.batch_size), (0, more)).reshape(-1)
+    weight = torch.ones(batch.batch_size) if batch.weight is None else batch.weight
+    return Batch(
+        dense=functional.pad(batch.dense, (0, 0, 0, more)),
+        sparse=KeyedJaggedTensor(
+            keys=sparse.keys,
+            values=sparse.values,
+            lengths=lengths,
+            weights=sparse.weights,
+            batch_sizes=(batch_size,) * num_keys,
+        ),
+        label=functional.pad(batch.label, (*(0, 0) * (batch.label.dim() - 1), 0, more)),
+        weight=functional.pad(weight, (0, more)),
+        group=None if batch.group is None else functional.pad(batch.group, (0, more)),
+        num_padding=more,
+    )
+
+
+def _interleave(
+    dataset: Dataset, rows: Rows
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
+    """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
+    singles, bags = iter(rows.single), iter(rows.bags)
+    ones = np.ones(len(rows.label), np.int64)
+    parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]
+    weights = None
+    if any(feature.weighted for feature in dataset.sparse):
+        weights = np.concatenate(
+            [np.ones(p.values.size, np.float32) if p.weights is None else p.weights for p in parts]
+        )
+    values = np.concatenate([part.values for part in parts]).astype(np.int64)
+    return values, np.concatenate([part.lengths for part in parts]), weights
+
+
+def _own(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array if array.flags.owndata and array.flags.writeable else np.array(array))
