@@ -29,7 +29,8 @@ for isa in $builds; do cmake --build "$build" --target "${module[$isa]}"; done
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
 # Reports go to files: pytest keeps what a process writes, and it is lost with a process that a sanitizer ends.
 reports=$build/reports
-export ASAN_OPTIONS=detect_leaks=0:log_path=$reports/address
+# What is freed and held back, to find who still uses it, must be less than what a test of given-back memory takes.
+export ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=64:log_path=$reports/address
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:log_path=$reports/undefined
 export MESETA_CORE_DIR=$build PYTHONPATH=$PWD/tools${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2
 for isa in $sets; do

@@ -43,7 +43,7 @@ constexpr Short kShorts[] = {{}, {}, {}, {}, kShortE4m3, kShortE5m2, kShortHalf,
 // The bytes of a row of int8, int4, int3 or int2. `scratch` has padded(dim) bytes, zeros at the end.
 void write_codes(const uint8_t* scratch, int64_t dim, int format, const Scales& scales, uint8_t* out) {
   if (format == kInt8) {
-    std::memcpy(out, scratch, size_t(dim));
+    std::copy_n(scratch, dim, out);  // of no columns there is no scratch
     std::memcpy(out + dim, &scales.scale, 4);
     std::memcpy(out + dim + 4, &scales.offset, 4);
     return;
