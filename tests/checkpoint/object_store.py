@@ -17,6 +17,7 @@ from typing import Any
 import boto3
 from moto.s3 import models
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "key",
@@ -132,6 +133,7 @@ def s3_server() -> Iterator[tuple[Proxy, Any]]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        S3FileSystem.clear_instance_cache()  # whose address the next server does not have
         client.close()
         proxy.shutdown()
         proxy.server_close()
