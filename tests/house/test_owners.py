@@ -110,7 +110,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
     assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
 
 
-PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py"}
+PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "readers/local.py"}
 """Name a module that an interpreter of its own runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py"}
 """Names that are imported at their first use (PEP 562)."""

@@ -74,6 +74,11 @@ PARTS = {
         "within 30 s, no process left",
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
+    "readers": Part(
+        "200 schedules of readers and dispatchers killed, stopped, begun again and joined while ranks read: every "
+        "row once, in order; 100,000 malformed tickets and questions; batches of readers against those of a local one",
+        ("tests/readers",),
+    ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),
     "operators": Part("hostile calls of every operator, and 200 random examples per property", ("tests/ops",)),

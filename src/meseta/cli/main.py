@@ -22,6 +22,7 @@ from meseta.cli.launch import LOST_CONNECTION, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
+from meseta.cli.readers import app as readers_app
 from meseta.cli.report import report
 from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
@@ -58,6 +59,7 @@ app.command()(predict)
 app.command()(report)
 app.command()(hang)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(readers_app, name="readers")
 app.add_typer(topology_app, name="topology")
 app.command()(calibrate)
 app.command()(doctor)

@@ -1,4 +1,5 @@
-"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...)."""
+"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...); and what
+an address of a process is."""
 
 from __future__ import annotations
 
@@ -13,18 +14,34 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Union
+from urllib.parse import urlsplit
 
-from meseta.errors import MesetaError, one_line
+from meseta.errors import MesetaError, one_line, shown
 from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
 """What file systems call the time of the last change, or something else that changes with the content."""
+SCHEME = "grpc"
+"""Of `checked_url`."""
 
 
 def is_url(name: object) -> bool:
     """Whether fsspec reads it; anything else is a path on this machine."""
     return "://" in str(name)
+
+
+def checked_url(url: str) -> str:
+    """An address of a process that reads rows for others, such as grpc://127.0.0.1:7077. Raises MesetaError for
+    anything else."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme == SCHEME and parts.hostname and parts.port and not (parts.path or parts.query)
+    except ValueError:  # a port that is no number
+        is_whole = False
+    if not is_whole or len(url) > 1024:
+        raise MesetaError(f"readers: an address is {SCHEME}://HOST:PORT, got {shown(url)}")
+    return url
 
 
 @contextmanager

@@ -3,6 +3,7 @@ number of ranks."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.position import Position
-from meseta.data.read.cut import slice_of
+from meseta.data.read.cut import BatchCut
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.prefetch import Prefetch
 from meseta.data.read.rows import Rows
@@ -36,18 +37,45 @@ class RowsInOrder(Protocol):
         ...
 
 
+class Waits:
+    """What a thread that reads ahead waits by, so that who closes it need not wait as well."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        self._ended.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long. Raises WaitEnded where that is ended meanwhile."""
+        if self._ended.wait(seconds):
+            raise WaitEnded
+
+
+class WaitEnded(Exception):
+    """Nobody wants what was waited for."""
+
+
 class Batches(Iterator[Batch]):
     """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
 
-    def __init__(self, ahead: Prefetch[Batch], move_on: Callable[[Batch], Batch]) -> None:
-        self._ahead, self._move_on = ahead, move_on
+    def __init__(
+        self, ahead: Prefetch[Batch], move_on: Callable[[Batch], Batch], end_waiting: Callable[[], None]
+    ) -> None:
+        """`end_waiting` makes the thread that reads ahead end at once, where it waits for others."""
+        self._ahead, self._move_on, self._end_waiting = ahead, move_on, end_waiting
 
     def __next__(self) -> Batch:
         return self._move_on(next(self._ahead))  # no name here holds a batch until the next one
 
     def close(self) -> None:
         """End the thread that reads ahead; no batch comes any more."""
+        self._end_waiting()
         self._ahead.close()
+
+    def __del__(self) -> None:
+        self._end_waiting()  # the thread ends with its Prefetch
 
 
 class BatchReader(ABC):
@@ -84,21 +112,27 @@ class BatchReader(ABC):
         """Rows of the split that the options leave out of every epoch."""
         self.position = Position(0, 0)
         """After the last batch handed over."""
-        self._rank, self._num_ranks = rank, num_ranks
+        self._cut = BatchCut(
+            num_rows=num_rows,
+            batch_size=options.batch_size,
+            last_batch=options.last_batch,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
 
     @abstractmethod
-    def _rows(self, epoch: int, row: int) -> RowsInOrder:
+    def _rows(self, epoch: int, row: int, waits: Waits) -> RowsInOrder:
         """The rows of an epoch, of which this rank's slices of the batches from `row` on will be taken."""
 
     @property
     def num_batches(self) -> int:
         """Global batches of a whole epoch, the same on every rank."""
-        return self._num_batches_from(0)
+        return self._cut.num_batches_from(0)
 
     @property
     def num_batches_left(self) -> int:
         """Global batches from the present position to the end of its epoch."""
-        return self._num_batches_from(self.position.row)
+        return self._cut.num_batches_from(self.position.row)
 
     @property
     def epoch_index(self) -> int:
@@ -107,7 +141,7 @@ class BatchReader(ABC):
 
     def num_batches_until(self, position: Position) -> int:
         """Global batches from the beginning of the first epoch up to a position."""
-        return (position.epoch + 1) * self.num_batches - self._num_batches_from(position.row)
+        return (position.epoch + 1) * self.num_batches - self._cut.num_batches_from(position.row)
 
     def epoch(self) -> Batches:
         """The batches from the present position to the end of its epoch."""
@@ -119,8 +153,9 @@ class BatchReader(ABC):
         Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
         as consumed; leave the loop early and the next call goes on with the following batch.
         """
-        batches = self._produce(*self.position, num_epochs)
-        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on)
+        waits = Waits()
+        batches = self._produce(*self.position, num_epochs, waits)
+        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on, waits.end)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
         """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank and
@@ -164,15 +199,10 @@ class BatchReader(ABC):
         self.position = batch.position
         return batch
 
-    def _num_batches_from(self, row: int) -> int:
-        left = self.num_rows - row
-        is_dropped = self.options.last_batch == "drop"
-        return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
-
-    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[Batch]:
+    def _produce(self, epoch: int, row: int, num_epochs: int, waits: Waits) -> Iterator[Batch]:
         while epoch < num_epochs:
-            with closing(self._rows(epoch, row)) as rows:
-                for left in range(self._num_batches_from(row), 0, -1):
+            with closing(self._rows(epoch, row, waits)) as rows:
+                for left in range(self._cut.num_batches_from(row), 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
                     yield replace(self._make(rows, row), position=Position(*after))
                     row += self.options.batch_size
@@ -180,8 +210,7 @@ class BatchReader(ABC):
 
     def _make(self, rows: RowsInOrder, row: int) -> Batch:
         """This rank's part of the global batch that begins at `row`."""
-        stop = min(row + self.options.batch_size, self.num_rows)
-        size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
-        first, last = slice_of(self._rank, self._num_ranks, row, row + size)
-        batch = to_batch(self.dataset, rows.take(min(first, stop), min(last, stop)))
-        return batch if row + size == stop else pad(batch, last - first)
+        first, last, num_padding = self._cut.slice_at(row)
+        batch = to_batch(self.dataset, rows.take(first, last))
+        is_short = self.options.last_batch == "pad" and row + self.options.batch_size > self.num_rows
+        return pad(batch, last - first + num_padding) if is_short else batch

@@ -1,10 +1,16 @@
-"""Cutting an epoch, window by window, into the rows that a rank wants of it."""
+"""Cutting an epoch: into global batches, these into slices of ranks, and windows into the rows of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.data.read.options import LastBatch
 from meseta.data.read.order import EpochOrder, Window
 from meseta.data.read.rows import Rows, concatenate
 
@@ -52,6 +58,65 @@ class EpochRows:
     def _decode(self, index: int) -> tuple[Window, Rows]:
         window = self._order.window(index)
         return window, self._read(window.groups)
+
+
+class RankSlice(NamedTuple):
+    """A rank's part of a global batch: rows first..last-1 of the epoch, and samples that fill it up."""
+
+    first: int
+    last: int
+    num_padding: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCut:
+    """How the rows of an epoch become global batches, and these the slices of ranks.
+
+        row   0        4        8   10          num_rows 10, batch_size 4, 2 ranks: rank 0 has a, rank 1 b
+              a a b b  a a b b  a b             last_batch keep: the last batch has 2 samples, drop: there is none,
+                                a a . .         pad: it is filled up before it is cut
+
+    The first batch begins where its reader begins, which is row 0 but for one that goes on in the middle.
+    """
+
+    num_rows: int
+    """Of the epoch."""
+    batch_size: int
+    """Samples of a global batch."""
+    last_batch: LastBatch
+    rank: int
+    num_ranks: int
+
+    def num_batches_from(self, row: int) -> int:
+        """Global batches from a row to the end of the epoch."""
+        left = self.num_rows - row
+        return left // self.batch_size if self.last_batch == "drop" else -(-left // self.batch_size)
+
+    def slice_at(self, row: int) -> RankSlice:
+        """This rank's part of the global batch that begins at `row`."""
+        stop = min(row + self.batch_size, self.num_rows)
+        size = self.batch_size if self.last_batch == "pad" else stop - row
+        first, last = slice_of(self.rank, self.num_ranks, row, row + size)
+        return RankSlice(min(first, stop), min(last, stop), max(last, stop) - max(first, stop))
+
+    def rows_between(self, begin: int, first: int, last: int) -> NDArray[np.int64]:
+        """Which of the rows first..last-1 are this rank's [n], ascending, where batches begin at row `begin`."""
+        rows, owners = self.owners(begin, first, last)
+        return rows if self.num_ranks == 1 else rows[owners == self.rank]
+
+    def owners(self, begin: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those of the rows first..last-1 that are in a batch [n], and the ranks they go to [n], where batches begin at
+        row `begin`."""
+        end = begin + min(self.num_batches_from(begin) * self.batch_size, self.num_rows - begin)
+        rows = np.arange(max(first, begin), max(min(last, end), first, begin))
+        if self.num_ranks == 1:
+            return rows, np.zeros_like(rows)
+        number, place = np.divmod(rows - begin, self.batch_size)
+        last_size = self.batch_size if self.last_batch == "pad" else (end - begin) % self.batch_size
+        sizes = np.where(number == (end - begin) // self.batch_size, last_size, self.batch_size)
+        share, more = np.divmod(sizes, self.num_ranks)  # the first `more` ranks have one sample more, see slice_of
+        behind = place - more * (share + 1)
+        return rows, np.where(behind < 0, place // (share + 1), more + behind // np.maximum(share, 1))
 
 
 def slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +22,8 @@ from meseta.spec import MesetaError
 
 @dataclass(frozen=True)
 class _RowGroup:
+    number: int
+    """In the split."""
     file: int
     """Number of the file in the split."""
     index: int
@@ -36,8 +39,11 @@ class _RowGroup:
 class SplitFiles:
     """The row groups of a split that have rows to read."""
 
-    def __init__(self, dataset: Dataset, split: str, selection: Selection) -> None:
-        """Opens every file's footer, and reads the columns that the selection looks at, to count rows.
+    def __init__(
+        self, dataset: Dataset, split: str, selection: Selection, counted: Mapping[int, int] | None = None
+    ) -> None:
+        """Opens every file's footer, and reads the columns that the selection looks at, to count rows; unless others
+        have `counted` them: the rows that are read of each row group that has any, by its number in the split.
 
         Raises MesetaError for a file that is missing, damaged or not what dataset.json says.
         """
@@ -51,8 +57,22 @@ class SplitFiles:
         self.left_out = LeftOut()
         """Rows of the split that the selection leaves out."""
         self._groups = list(_row_groups(self._metadata))
-        if selection.columns:
+        if counted is not None:
+            self._groups = [replace(g, num_rows=counted[g.number]) for g in self._groups if g.number in counted]
+        elif selection.columns:
             self._groups = self._select(self._groups)
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """Rows that are read of each row group that has any, by its number in the split."""
+        return {group.number: group.num_rows for group in self._groups}
+
+    @property
+    def wide_features(self) -> list[str]:
+        """Sparse features whose ids are int64 in some file, and not int32 as otherwise."""
+        schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
+        kinds = {f.name: [schema.field(f.name).type for schema in schemas] for f in self._dataset.sparse}
+        return [name for name, found in kinds.items() if any(getattr(k, "value_type", k) == pa.int64() for k in found)]
 
     @property
     def group_rows(self) -> list[int]:
@@ -82,13 +102,13 @@ class SplitFiles:
     def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:
         """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
 
-        def count(group: _RowGroup) -> tuple[int, LeftOut]:
+        def count_of(group: _RowGroup) -> tuple[int, LeftOut]:
             table = self._read_columns(group, self._selection.columns)
             mask, left_out = self._selection.mask(table, group.first_row_of_split)
             return int(mask.sum()), left_out
 
         with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
-            counted = list(pool.map(count, groups))
+            counted = list(pool.map(count_of, groups))
         self.left_out = LeftOut(
             sum(left_out.by_filter for _, left_out in counted), sum(left_out.negatives for _, left_out in counted)
         )
@@ -109,11 +129,11 @@ def _read_footer(path: Path, num_rows: int, dataset: Dataset) -> pq.FileMetaData
 
 
 def _row_groups(files: Sequence[pq.FileMetaData]) -> Iterator[_RowGroup]:
-    before = 0
+    before, numbers = 0, count()
     for file, metadata in enumerate(files):
         first_row = 0
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
-            yield _RowGroup(file, index, first_row, before + first_row, num_rows)
+            yield _RowGroup(next(numbers), file, index, first_row, before + first_row, num_rows)
             first_row += num_rows
         before += first_row

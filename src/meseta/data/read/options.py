@@ -7,6 +7,8 @@ from typing import Literal
 
 from meseta.spec import MesetaError
 
+LastBatch = Literal["keep", "drop", "pad"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions:
@@ -22,7 +24,7 @@ class ReaderOptions:
     """Rows decoded and permuted together; a larger row group makes a window of its own."""
     prefetch_batches: int = 4
     """Batches made ahead by a background thread, while another one decodes the next window; 0: neither."""
-    last_batch: Literal["keep", "drop", "pad"] = "keep"
+    last_batch: LastBatch = "keep"
     """The last global batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0."""
     filter: str | None = None
     """Condition on the rows that are read, see meseta.data.read.row_filter; None: all."""

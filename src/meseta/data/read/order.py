@@ -69,11 +69,15 @@ class EpochOrder:
     def __len__(self) -> int:
         return len(self._windows)
 
+    def bounds(self, index: int) -> tuple[int, int]:
+        """The first row of the epoch in window `index`, and the one after its last."""
+        return int(self._starts[index]), int(self._starts[index + 1])
+
     def window(self, index: int) -> Window:
         """Window `index`, with its permutation worked out."""
-        num_rows = int(self._starts[index + 1] - self._starts[index])
-        rows = None if self._shuffle_key is None else permutation(num_rows, *self._shuffle_key, _ROWS, index)
-        return Window(start=int(self._starts[index]), num_rows=num_rows, groups=tuple(self._windows[index]), rows=rows)
+        start, stop = self.bounds(index)
+        rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS, index)
+        return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)
 
 
 def epoch_order(group_rows: Sequence[int], options: ReaderOptions, epoch: int) -> EpochOrder:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader
+from meseta.data.read.batch_reader import BatchReader, Waits
 from meseta.data.read.cut import EpochRows
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.options import ReaderOptions
@@ -44,7 +44,7 @@ class Reader(BatchReader):
             left_out=self._files.left_out,
         )
 
-    def _rows(self, epoch: int, row: int) -> EpochRows:
+    def _rows(self, epoch: int, row: int, waits: Waits) -> EpochRows:
         order = epoch_order(self._files.group_rows, self.options, epoch)
         read = partial(self._files.read, by_row=self.options.shuffle)
         return EpochRows(order, read, reads_ahead=self.options.prefetch_batches > 0)

@@ -23,7 +23,8 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
     num_rows = len(rows.label)
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
-        values = rows.single.astype(np.int64, order="C").reshape(-1)
+        is_taken_over = rows.single.flags.owndata and rows.single.flags.c_contiguous
+        values = rows.single.astype(np.int64, order="C", copy=not is_taken_over).reshape(-1)
         lengths = np.ones(values.size, np.int64)
         weights = None
     else:

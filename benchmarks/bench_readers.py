@@ -1,0 +1,152 @@
+"""Batches from `meseta readers` over loopback, two readers, beside our own local Reader and torch's DataLoader with two
+workers: rows a second, the processor time of trainers, and bytes on the wire.
+
+    python benchmarks/bench_readers.py [num_rows]
+
+Default 2,000,000 rows, synthetic. Every measurement is a process of its own, or one for each rank; cases take turns.
+Appends to benchmarks/results.csv. tf.data service and Ray Data are not among the peers yet.
+"""
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench_ingest import PEERS, SYNTH
+from record import record
+
+NUM_ROUNDS = 3
+BATCH_SIZES = (2048, 8192)
+NUM_READERS = 2
+NUM_EPOCHS = 2
+
+MEASURE = """
+import json, resource, sys, time
+def processor_s():
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in used)
+{setup}
+start, used = time.perf_counter(), processor_s()
+{run}
+elapsed = time.perf_counter() - start
+print(json.dumps([num_rows, elapsed, processor_s() - used]))
+"""
+OURS = """
+import torch; torch.set_num_threads(1)
+from meseta.data import Reader, ReaderOptions
+from meseta.data.read.served.reader import Run, ServedReader, Service
+rank, num_ranks = int(sys.argv[3]), int(sys.argv[4])
+options = ReaderOptions(batch_size=BATCH, shuffle=SHUFFLE)
+"""
+LOCAL = "reader = Reader(sys.argv[1], 'train', options, rank=rank, num_ranks=num_ranks)"
+SERVED = (
+    "reader = ServedReader(Service(url=sys.argv[2]), 'train', options, rank=rank, num_ranks=num_ranks, "
+    "run=Run(name=sys.argv[5], attempt=0))"
+)
+READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS}))"
+
+
+@contextmanager
+def tier(data: str) -> Iterator[str]:
+    """A dispatcher and its readers; the URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"grpc://127.0.0.1:{probe.getsockname()[1]}"
+    meseta = [sys.executable, "-m", "meseta.cli.main", "readers"]
+    commands = [["dispatch", "--data", data, "--listen", url.removeprefix("grpc://")]]
+    commands += [["work", "--dispatcher", url]] * NUM_READERS
+    processes = []
+    try:
+        for command in commands:
+            processes.append(subprocess.Popen([*meseta, *command], stdout=subprocess.PIPE, text=True))
+            assert processes[-1].stdout is not None and processes[-1].stdout.readline()
+        yield url
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measured(code: tuple[str, str], arguments: list[str], num_ranks: int = 1) -> tuple[float, float]:
+    """(rows per second of all ranks, nanoseconds of the processor per row and rank)."""
+    program = MEASURE.format(setup=code[0], run=code[1])
+    run = f"bench-{time.time_ns()}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments, str(rank), str(num_ranks), run],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    results = [json.loads(rank.communicate()[0]) for rank in ranks]
+    rows = sum(result[0] for result in results)
+    return rows / max(result[1] for result in results), sum(result[2] for result in results) / rows * 1e9
+
+
+def loopback_bytes() -> int:
+    """That have been sent on this machine's loopback."""
+    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
+def main() -> None:
+    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 2_000_000
+    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
+        raw, data = f"{folder}/raw", f"{folder}/data"
+        subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
+        prepare = [sys.executable, "-m", "meseta.cli.main", "prepare", f"{raw}/*.tsv", "--out", data]
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with tier(data) as url:
+            for batch_size in BATCH_SIZES:
+                for shuffle in (False, True):
+                    compare(f"{num_rows} rows", [data, url], batch_size, shuffle=shuffle)
+            measure_bytes(f"{num_rows} rows", data, url)
+
+
+def compare(case: str, arguments: list[str], batch_size: int, *, shuffle: bool) -> None:
+    """Rows a second and processor time, in turns."""
+    setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", str(shuffle))
+    served, local = (f"{setup}\n{SERVED}", READ), (f"{setup}\n{LOCAL}", READ)
+    cases = {(name, num_ranks): code for num_ranks in (1, 4) for name, code in (("served", served), ("local", local))}
+    if not shuffle:
+        peer = PEERS["DataLoader, 2 workers"]
+        cases["DataLoader, 2 workers", 1] = (peer[0].replace("BATCH", str(batch_size)), peer[1])
+    found = {key: [] for key in cases}
+    for _ in range(NUM_ROUNDS):
+        for (name, num_ranks), code in cases.items():
+            found[name, num_ranks].append(measured(code, arguments, num_ranks))
+    speed = {key: statistics.median(rows for rows, _ in results) for key, results in found.items()}
+    used = {key: statistics.median(ns for _, ns in results) for key, results in found.items()}
+    what = f"batches of {batch_size}" + ", shuffled" * shuffle
+    for (name, num_ranks), value in speed.items():
+        if name != "served":
+            ours = speed["served", num_ranks]
+            record("readers", case, f"{what}, {num_ranks} ranks", ours, "rows/s", peer=name, peer_value=value)
+    for num_ranks in (1, 4):
+        record("readers", case, f"processor, {what}, {num_ranks} ranks", used["served", num_ranks], "ns/row",
+               peer="local", peer_value=used["local", num_ranks])  # fmt: skip
+
+
+def measure_bytes(case: str, data: str, url: str) -> None:
+    """What an epoch of four ranks sends, beside its Arrow data."""
+    from meseta.data import Dataset
+
+    setup = OURS.replace("BATCH", "8192").replace("SHUFFLE", "True")
+    before = loopback_bytes()
+    measured((f"{setup}\n{SERVED}", READ), [data, url], 4)
+    sent = loopback_bytes() - before
+    dataset = Dataset.load(data)
+    row_bytes = 4 * (1 + len(dataset.dense) + len(dataset.sparse))  # ids are int32
+    plain = NUM_EPOCHS * dataset.splits["train"].num_rows * row_bytes
+    record("readers", case, "bytes of 4 ranks", sent, "bytes", peer="Arrow data", peer_value=plain)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Rows from `meseta readers` with pyarrow alone: no meseta, no torch.
+
+    python examples/04_read_rows.py [grpc://127.0.0.1:7077]
+
+Without an argument it first prepares a small log and starts a dispatcher and a reader, which is the only part that
+needs meseta.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import PIPE
+
+from pyarrow import flight
+
+
+def ask(dispatcher: flight.FlightClient, what: str, **question: object) -> dict:
+    """One question to the dispatcher: JSON there and back."""
+    [answer] = dispatcher.do_action(flight.Action(what, json.dumps(question).encode()))
+    return json.loads(answer.body.to_pybytes())
+
+
+def read_epoch(url: str, split: str, batch_size: int) -> int:
+    """All rows of a split, shuffled; returns how many there are."""
+    dispatcher = flight.connect(url)
+    described = ask(dispatcher, "describe")
+    rows = {
+        "dataset": described["name"],
+        "digest": described["digest"],
+        "split": split,
+        "labels": described["document"]["labels"],
+        "shuffle": True,
+        "seed": 0,
+        "window_rows": 10_000,
+        "filter": None,
+        "negative_keep": 1.0,
+    }
+    expected = sum(ask(dispatcher, "count", rows=rows)["group_rows"])
+    session = {"rows": rows, "run": "an example", "attempt": 0, "rank": 0, "num_ranks": 1}
+    num_rows, window = 0, 0
+    while num_rows < expected:  # a window is a part of the epoch, in whose order its rows come
+        [lease] = ask(dispatcher, "lease", session=session, epoch=0, windows=[window])["leases"]
+        ticket = {"session": session, "epoch": 0, "window": window, "begin": 0, "batch_size": batch_size,
+                  "last_batch": "keep"}  # fmt: skip
+        for chunk in flight.connect(lease["reader"]).do_get(flight.Ticket(json.dumps(ticket).encode())):
+            if num_rows == 0:
+                print(
+                    f"columns: {', '.join(chunk.data.schema.names[:4])}, ...; first row:", chunk.data.slice(0, 1)[2][0]
+                )
+            num_rows += chunk.data.num_rows
+        window += 1
+    print(f"{num_rows:,} rows in {window} windows")
+    return num_rows
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        read_epoch(sys.argv[1], "train", batch_size=1024)
+        return
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        read_epoch(start(Path(folder), stack), "train", batch_size=1024)
+
+
+def start(folder: Path, stack: ExitStack) -> str:
+    """A dispatcher and a reader of a small log; returns the URL of the first. They end with `stack`."""
+
+    def meseta(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meseta.cli.main", *arguments], stdout=PIPE, stderr=PIPE, text=True
+        )
+        stack.callback(process.communicate)
+        return process
+
+    meseta("data", "synth", "--out", f"{folder}/raw", "--rows", "30000").wait()
+    meseta("prepare", f"{folder}/raw/*.tsv", "--out", f"{folder}/click").wait()
+    dispatcher = meseta("readers", "dispatch", "--data", f"{folder}/click", "--listen", "127.0.0.1:0")
+    stack.callback(dispatcher.terminate)
+    url = dispatcher.stdout.readline().split()[2].rstrip(",")
+    reader = meseta("readers", "work", "--dispatcher", url)
+    stack.callback(reader.terminate)
+    reader.stdout.readline()  # it is there
+    return url
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Batches whose rows other processes decode."""

@@ -1,0 +1,237 @@
+"""What trainers, the dispatcher and readers say to each other: JSON against these schemas, and nothing else.
+
+    trainer    --describe, count, lease--->  dispatcher  <---beat---  reader
+    trainer    --------- ticket ---------->  reader      ---- Arrow record batches --->  trainer
+
+Nothing here is a state: each message holds all that its receiver needs to answer it, so that any may begin anew.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meseta.data.read.options import LastBatch, ReaderOptions
+from meseta.errors import MesetaError, shown
+from meseta.machine.files import parse_json
+
+MESSAGE_BYTES = 1 << 20
+"""The most that one may have; descriptions and counts of a split, which the dispatcher sends, may have more."""
+ANSWER_BYTES = 1 << 28
+TABLE_BYTES = 1 << 32
+"""The most that a file may have that a TableRequest asks for."""
+
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
+
+
+class Message(BaseModel):
+    """Frozen; an unknown key, or a value of another type, is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+    limit_bytes: ClassVar[int] = MESSAGE_BYTES
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, sender: str) -> Self:
+        """Undo `to_bytes`. Raises MesetaError, which names the sender, for anything else."""
+        if len(content) > cls.limit_bytes:
+            raise MesetaError(
+                f"{sender} sent a message of {len(content):,} bytes; at most {cls.limit_bytes:,} are read"
+            )
+        try:
+            parse_json(content)  # refuses keys that are there twice, and depth
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "message"
+            problem = f"{shown(key)}: {first['msg']}"
+        except ValueError as error:
+            problem = shown(str(error))
+        raise MesetaError(f"{sender} sent what is no {cls.__name__}: {problem}; run the same version everywhere")
+
+
+class RowsAsked(Message):
+    """Rows of one split in one order: what a window's content is a function of."""
+
+    dataset: Name
+    """As the dispatcher calls it."""
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of its description, see `DatasetDescription`."""
+    split: Name
+    labels: tuple[Name, ...]
+    """Of the dataset's, in this order."""
+    shuffle: bool
+    seed: int
+    window_rows: Positive
+    filter: str | None
+    negative_keep: float = Field(gt=0, le=1)
+
+    @staticmethod
+    def of(description: DatasetDescription, split: str, labels: tuple[str, ...], options: ReaderOptions) -> RowsAsked:
+        """Those that a reader with these options gives."""
+        return RowsAsked(
+            dataset=description.name,
+            digest=description.digest,
+            split=split,
+            labels=labels,
+            shuffle=options.shuffle,
+            seed=options.seed,
+            window_rows=options.window_rows,
+            filter=options.filter,
+            negative_keep=options.negative_keep,
+        )
+
+    @property
+    def options(self) -> ReaderOptions:
+        """Of a reader of these rows, but for its batches."""
+        return ReaderOptions(
+            batch_size=1,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            window_rows=self.window_rows,
+            filter=self.filter,
+            negative_keep=self.negative_keep,
+        )
+
+
+class Session(Message):
+    """One rank of one attempt at a run, and what it reads."""
+
+    rows: RowsAsked
+    run: Name
+    """The same for every attempt to finish a run."""
+    attempt: Number
+    """Larger for a later one; ranks of an earlier one are turned away."""
+    rank: Number
+    num_ranks: Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class DescribeRequest(Message):
+    """Which dataset, by name; None: the only one."""
+
+    dataset: Name | None = None
+
+
+class DatasetDescription(Message):
+    """A dataset without its rows."""
+
+    limit_bytes = ANSWER_BYTES
+    name: Name
+    document: dict[str, Any]
+    """As dataset.json, with the digests of all vocabularies."""
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the document."""
+
+
+class CountRequest(Message):
+    """How many rows there are."""
+
+    rows: RowsAsked
+
+
+class Counts(Message):
+    """Rows of each row group that has any to read, in the order of the split."""
+
+    limit_bytes = ANSWER_BYTES
+    groups: tuple[Number, ...]
+    """Numbers of the row groups in the split, ascending."""
+    group_rows: tuple[Positive, ...]
+    by_filter: Number
+    """Rows that the filter leaves out."""
+    negatives: Number
+    """Negatives that were not drawn."""
+    wide_features: tuple[Name, ...]
+    """Single- and multi-valued features whose ids are int64 in some file; those of others are int32."""
+
+
+class TableRequest(Message):
+    """Which file of those that encoding further rows takes; what comes are its bytes, in pieces."""
+
+    dataset: Name
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of its description."""
+    feature: Name | None
+    """Whose vocabulary; None: the bits of the rows that training looks up."""
+
+
+SLOW = "slow"
+"""A trouble: the reader is there, and sends nothing."""
+
+
+class ReaderTrouble(Message):
+    """What a rank met at the reader of a window."""
+
+    window: Number
+    reader: Name
+    """Its URL."""
+    what: str = Field(max_length=4096)
+
+
+class LeaseRequest(Message):
+    """Who reads windows."""
+
+    session: Session
+    epoch: Number
+    windows: tuple[Number, ...] = Field(max_length=1024)
+    """Whose readers are asked for."""
+    troubles: tuple[ReaderTrouble, ...] = Field(default=(), max_length=1024)
+    """Readers to be relieved of windows."""
+
+
+class WindowLease(Message):
+    """Who decodes a window."""
+
+    window: Number
+    reader: Name
+    """URL."""
+
+
+class Leases(Message):
+    leases: tuple[WindowLease, ...]
+    """For each window that was asked for; none where there is no reader."""
+    num_readers: Number
+    """That are at work: so many windows are worth asking for ahead."""
+
+
+class WindowTicket(Message):
+    """This rank's rows of one window, in order."""
+
+    session: Session
+    epoch: Number
+    window: Number
+    begin: Number
+    """Row of the epoch where the first batch begins."""
+    batch_size: Positive
+    last_batch: LastBatch
+    num_had: Number = 0
+    """Rows that this rank has had of it, which are left out."""
+
+
+class Beat(Message):
+    """A reader is there."""
+
+    reader: Name
+    """Its URL, as trainers reach it."""
+    held_bytes: Number
+    """Of decoded windows."""
+    buffer_bytes: Number
+    """It may hold."""
+    num_rows: Number
+    """Decoded since it began."""
+    num_windows: Number
+    num_again: Number
+    """Windows decoded once more before all ranks had them."""
+
+
+class BeatAnswer(Message):
+    limit_bytes = ANSWER_BYTES
+    datasets: dict[Name, Name]
+    """Folder of each, by name."""

@@ -1,0 +1,108 @@
+"""A reader whose rows other processes decode: the same batches, and the same state, as those of a Reader."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.batch_reader import BatchReader, Waits
+from meseta.data.read.options import ReaderOptions
+from meseta.data.read.order import epoch_order
+from meseta.data.read.selection import LeftOut
+from meseta.data.read.served.messages import (
+    CountRequest,
+    DatasetDescription,
+    RowsAsked,
+    Session,
+)
+from meseta.data.read.served.record_batches import schema_of
+from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.served.windows import EpochAsked, ServedRows
+from meseta.errors import MesetaError
+
+GIVE_UP_S = 300.0
+"""Where nobody says more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Where rows come from."""
+
+    url: str
+    """Of the dispatcher."""
+    dataset: str | None = None
+    """As it calls it; None: the only one."""
+    give_up_s: float = GIVE_UP_S
+    """How long rows are waited for where no reader gives any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Whose rows they are, for the dispatcher to turn away ranks of a former attempt at the same run."""
+
+    name: str
+    attempt: int
+
+
+class ServedReader(BatchReader):
+    """Batches of one split for one rank, whose rows come from the readers of a dispatcher.
+
+    service = Service(url="grpc://127.0.0.1:7077")
+    reader = ServedReader(service, "train", ReaderOptions(batch_size=2048, shuffle=True))
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        split: str,
+        options: ReaderOptions,
+        *,
+        labels: tuple[str, ...] | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        run: Run | None = None,
+    ) -> None:
+        """`labels`: those to read; None: all. `run`: None: one of its own.
+
+        Raises MesetaError for a bad rank, a dispatcher that does not answer, and whatever it refuses.
+        """
+        if not 0 <= rank < num_ranks:
+            raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
+        self._dispatcher = Dispatcher(service.url)
+        description = self._dispatcher.describe(service.dataset)
+        described = dataset_of(description, service.url).with_labels(labels)
+        described.split(split)
+        asked = RowsAsked.of(description, split, described.labels, options)
+        counts = self._dispatcher.count(CountRequest(rows=asked))
+        self._group_rows = counts.group_rows
+        self._schema = schema_of(described, counts.wide_features)
+        run = run or Run(name=f"{time.time_ns()}-{id(self)}", attempt=0)
+        self._session = Session(rows=asked, run=run.name, attempt=run.attempt, rank=rank, num_ranks=num_ranks)
+        self._give_up_s = service.give_up_s
+        super().__init__(
+            described,
+            split,
+            options,
+            rank=rank,
+            num_ranks=num_ranks,
+            num_rows=sum(counts.group_rows),
+            left_out=LeftOut(counts.by_filter, counts.negatives),
+        )
+
+    def _rows(self, epoch: int, row: int, waits: Waits) -> ServedRows:
+        asked = EpochAsked(
+            session=self._session,
+            epoch=epoch,
+            begin=row,
+            options=self.options,
+            dataset=self.dataset,
+            schema=self._schema,
+        )
+        order = epoch_order(self._group_rows, self.options, epoch)
+        return ServedRows(order, self._cut, asked, self._dispatcher, waits, self._give_up_s)
+
+
+def dataset_of(description: DatasetDescription, url: str) -> Dataset:
+    """The dataset that the dispatcher at `url` describes; its files are elsewhere, and its folder is but a name."""
+    return Dataset.from_dict(description.document, f"{description.name} at {url.partition('://')[2]}")

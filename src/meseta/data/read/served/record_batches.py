@@ -1,0 +1,140 @@
+"""Decoded rows as Arrow record batches, and back: what travels from readers to trainers, readable by pyarrow alone.
+
+    labels          weight    group    dense                 sparse features, the weights of each behind it
+    float32 each    float32   int64    list of D float32     int32 or int64, or a list of them; a list of float32
+
+Columns stand in this order, those that the dataset lacks left out; names are those of the dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.rows import IdLists, Rows
+from meseta.errors import MesetaError, one_line
+
+MOST_ROWS = 16_384
+"""Of a record batch: enough that what each costs does not count, few enough to lie in a cache."""
+
+
+def schema_of(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
+    """Of the record batches of a dataset with these labels; ids of `wide_features` are int64, others int32."""
+    fields = [pa.field(name, pa.float32()) for name in dataset.label_columns]
+    if dataset.weight is not None:
+        fields.append(pa.field(dataset.weight, pa.float32()))
+    if dataset.group is not None:
+        fields.append(pa.field(dataset.group, pa.int64()))
+    if dataset.dense:
+        names = {"columns": ",".join(column.name for column in dataset.dense)}
+        fields.append(pa.field("dense", pa.list_(pa.float32(), len(dataset.dense)), metadata=names))
+    for feature in dataset.sparse:
+        ids = pa.int64() if feature.name in wide_features else pa.int32()
+        fields.append(pa.field(feature.name, pa.list_(ids) if feature.multi_valued else ids))
+        if feature.weighted:
+            fields.append(pa.field(f"{feature.name}.weight", pa.list_(pa.float32())))
+    return pa.schema(fields)
+
+
+def to_record_batch(rows: Rows, dataset: Dataset, schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of a dataset as `schema_of` says."""
+    kinds = iter(schema.types)
+    columns = [column(next(kinds)) for column in _columns(rows, dataset)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _columns(rows: Rows, dataset: Dataset) -> Iterator[Any]:
+    """For each column, what makes an array of a type."""
+    if dataset.has_labels:
+        labels = rows.label if rows.label.ndim == 2 else rows.label[:, None]
+        yield from (_plain(label) for label in labels.T)
+    yield from (_plain(values) for values in (rows.weight, rows.group) if values is not None)
+    if dataset.dense:
+        flat = pa.array(np.ascontiguousarray(rows.dense).reshape(-1))
+        yield lambda kind: pa.FixedSizeListArray.from_arrays(flat, type=kind)
+    singles, bags = iter(np.ascontiguousarray(rows.single)), iter(rows.bags)
+    for feature in dataset.sparse:
+        if not feature.multi_valued:
+            yield _plain(next(singles))
+            continue
+        lists = next(bags)
+        offsets = np.zeros(len(lists.lengths) + 1, np.int32)
+        np.cumsum(lists.lengths, out=offsets[1:])
+        yield _lists(offsets, lists.values)
+        if lists.weights is not None:
+            yield _lists(offsets, lists.weights)
+
+
+def _plain(values: NDArray[Any]) -> Any:
+    return lambda kind: pa.array(np.ascontiguousarray(values, kind.to_pandas_dtype()))
+
+
+def _lists(offsets: NDArray[np.int32], values: NDArray[Any]) -> Any:
+    return lambda kind: pa.ListArray.from_arrays(
+        pa.array(offsets), pa.array(values.astype(kind.value_type.to_pandas_dtype(), copy=False)), type=kind
+    )
+
+
+class ReceivedRows:
+    """Rows of one record batch, to be taken in pieces; they share its memory where they can."""
+
+    def __init__(self, batch: pa.RecordBatch, dataset: Dataset, schema: pa.Schema, sender: str) -> None:
+        """Raises MesetaError, which names the sender, for anything but what `to_record_batch` makes."""
+        problem = None
+        if not batch.schema.equals(schema):
+            problem = "rows with other columns than the dataset has"
+        elif any(column.null_count for column in batch.columns):
+            problem = "rows with values missing"
+        else:
+            try:
+                batch.validate(full=True)
+            except pa.ArrowException as error:
+                problem = f"a damaged record batch ({one_line(error)})"
+        if problem is not None:
+            raise MesetaError(f"{sender} sent {problem}; run the same version everywhere")
+        self.num_rows = batch.num_rows
+        columns = iter(batch.columns)
+        self._labels = [next(columns).to_numpy() for _ in dataset.label_columns]
+        self._num_labels = len(dataset.labels)
+        self._weight = None if dataset.weight is None else next(columns).to_numpy()
+        self._group = None if dataset.group is None else next(columns).to_numpy()
+        shape = (self.num_rows, len(dataset.dense))
+        self._dense = (
+            next(columns).flatten().to_numpy().reshape(shape) if dataset.dense else np.empty(shape, np.float32)
+        )
+        self._singles: list[NDArray[Any]] = []
+        self._bags: list[IdLists] = []
+        for feature in dataset.sparse:
+            ids = next(columns)
+            if not feature.multi_valued:
+                self._singles.append(ids.to_numpy())
+                continue
+            lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
+            weights = next(columns) if feature.weighted else None
+            if weights is not None and not weights.offsets.equals(ids.offsets):
+                raise MesetaError(
+                    f"{sender} sent other numbers of weights than of ids; run the same version everywhere"
+                )
+            values = ids.flatten().to_numpy()
+            self._bags.append(IdLists(lengths, values, None if weights is None else weights.flatten().to_numpy()))
+
+    def take(self, start: int, stop: int) -> Rows:
+        """Rows start..stop-1 of it."""
+        labels = [label[start:stop] for label in self._labels]
+        labels = labels or [np.full(stop - start, np.nan, np.float32) for _ in range(self._num_labels)]
+        single = np.empty((len(self._singles), stop - start), np.int64)
+        for place, ids in enumerate(self._singles):
+            single[place] = ids[start:stop]
+        return Rows(
+            labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
+            self._dense[start:stop],
+            single,
+            tuple(lists.take(slice(start, stop)) for lists in self._bags),
+            None if self._weight is None else self._weight[start:stop],
+            None if self._group is None else self._group[start:stop],
+        )

@@ -1,0 +1,73 @@
+"""The dispatcher over Arrow Flight: what there is to read, and who reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from pyarrow import flight
+
+from meseta.data.read.served.messages import (
+    Beat,
+    BeatAnswer,
+    CountRequest,
+    DescribeRequest,
+    LeaseRequest,
+    Message,
+    TableRequest,
+)
+from meseta.data.read.served.service import as_flight_error
+from meseta.readers.catalog import Catalog
+from meseta.readers.lease_table import LeaseTable
+from meseta.spec import MesetaError
+
+ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
+
+
+class DispatchServer(flight.FlightServerBase):
+    """Answers trainers and readers."""
+
+    def __init__(self, location: str, catalog: Catalog, leases: LeaseTable) -> None:
+        super().__init__(location)
+        self.url = f"{location.rpartition(':')[0]}:{self.port}"
+        self._catalog, self._leases = catalog, leases
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
+        """One of ACTIONS, whose body is a Message."""
+        try:
+            answer = self._answer(action.type, action.body.to_pybytes(), f"peer {context.peer()}")
+        except Exception as error:
+            raise as_flight_error(error) from None
+        if isinstance(answer, Message):
+            return iter([answer.to_bytes()])
+        return iter([answer]) if isinstance(answer, bytes) else answer
+
+    def end(self) -> None:
+        """Serve nobody any more."""
+        self.shutdown()
+
+    def status(self) -> dict[str, object]:
+        """What there is, as plain data."""
+        held = self._leases.num_leases()
+        readers = [
+            {**reader.beat.model_dump(), "num_leases": held[reader.beat.reader]} for reader in self._leases.readers()
+        ]
+        datasets = {name: str(folder) for name, folder in self._catalog.folders.items()}
+        return {"datasets": datasets, "readers": readers, "num_moved": dict(self._leases.num_moved)}
+
+    def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
+        match what:
+            case "describe":
+                return self._catalog.describe(DescribeRequest.from_bytes(body, sender).dataset)
+            case "count":
+                return self._catalog.count(CountRequest.from_bytes(body, sender).rows)
+            case "table":
+                return self._catalog.table(TableRequest.from_bytes(body, sender))
+            case "lease":
+                return self._leases.lease(LeaseRequest.from_bytes(body, sender))
+            case "beat":
+                self._leases.beat(Beat.from_bytes(body, sender))
+                return BeatAnswer(datasets={name: str(folder) for name, folder in self._catalog.folders.items()})
+            case "status":
+                return json.dumps(self.status()).encode()
+        raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")

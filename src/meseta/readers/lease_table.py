@@ -1,0 +1,137 @@
+"""Who reads which window. Nothing of it has to be right for rows to be: any reader answers any ticket with the same
+bytes, so a table that is lost, or that two ranks saw differently, costs work and no row."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meseta.data.read.served.messages import Beat, LeaseRequest, Leases, RowsAsked, Session, WindowLease
+from meseta.spec import MesetaError
+
+LOST_S = 5.0
+"""A reader that has been silent for so long is taken to be gone."""
+SHUN_S = 10.0
+"""A reader at which a rank met trouble is given nothing more of that run for so long, where there is another."""
+KEPT_WINDOWS = 64
+"""Windows before the one that is asked for whose leases are kept, for ranks that come later."""
+MOST_RUNS = 1024
+"""Attempts, and orders of rows, that are remembered."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Whose windows they are."""
+
+    run: str
+    attempt: int
+    rows: RowsAsked
+    epoch: int
+
+
+@dataclass
+class ReaderAtWork:
+    """What is known of a reader."""
+
+    beat: Beat
+    heard_s: float
+    shunned_until_s: dict[str, float] = field(default_factory=dict)
+    """By run."""
+
+
+class LeaseTable:
+    """Readers that are there, and their windows. Threads may share it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._readers: dict[str, ReaderAtWork] = {}
+        self._attempts: dict[str, int] = {}
+        self._leases: dict[_Order, dict[int, str]] = {}
+        self.num_moved = Counter[str]()
+        """Windows that went to another reader, by why."""
+
+    def beat(self, beat: Beat) -> None:
+        """A reader is there."""
+        with self._lock:
+            reader = self._readers.setdefault(beat.reader, ReaderAtWork(beat, 0.0))
+            reader.beat, reader.heard_s = beat, self._clock()
+
+    def readers(self) -> list[ReaderAtWork]:
+        """Those that are there, by URL."""
+        with self._lock:
+            return [self._readers[url] for url in self._at_work()]
+
+    def num_leases(self) -> Counter[str]:
+        """Windows that are leased, by reader."""
+        with self._lock:
+            return Counter(url for leases in self._leases.values() for url in leases.values())
+
+    def lease(self, request: LeaseRequest) -> Leases:
+        """Give windows to readers; the same answer to every rank, while that reader is there and nobody has trouble
+        with it. Raises MesetaError for a rank of a former attempt."""
+        with self._lock:
+            self._check_attempt(request.session)
+            at_work = self._at_work()
+            leases = self._leases_of(request)
+            for trouble in request.troubles:
+                if leases.get(trouble.window) == trouble.reader:
+                    self._relieve(
+                        request.session.run, leases, trouble.window, "slow" if trouble.what == "slow" else "lost"
+                    )
+            answer = []
+            for window in request.windows:
+                if leases.get(window) not in at_work:
+                    if window in leases:
+                        self.num_moved["silent"] += 1
+                    url = self._least_busy(request.session.run, leases, at_work)
+                    if url is None:
+                        continue
+                    leases[window] = url
+                answer.append(WindowLease(window=window, reader=leases[window]))
+            return Leases(leases=tuple(answer), num_readers=len(at_work))
+
+    def _at_work(self) -> list[str]:
+        now_s = self._clock()
+        for url in [url for url, reader in self._readers.items() if now_s - reader.heard_s > LOST_S]:
+            del self._readers[url]
+        return sorted(self._readers)
+
+    def _check_attempt(self, session: Session) -> None:
+        newest = self._attempts.pop(session.run, session.attempt)
+        self._attempts[session.run] = max(newest, session.attempt)  # the last of them, which is forgotten last
+        while len(self._attempts) > MOST_RUNS:
+            self._attempts.pop(next(iter(self._attempts)))
+        if session.attempt < newest:
+            raise MesetaError(
+                f"rank {session.rank} belongs to a former attempt at run {session.run!r}, which has been begun again; "
+                "end what is left of it"
+            )
+
+    def _leases_of(self, request: LeaseRequest) -> dict[int, str]:
+        session = request.session
+        order = _Order(session.run, session.attempt, session.rows, request.epoch)
+        leases = self._leases.pop(order, {})
+        first = min(request.windows, default=0) - KEPT_WINDOWS
+        self._leases[order] = leases = {window: url for window, url in leases.items() if window >= first}
+        while len(self._leases) > MOST_RUNS:
+            self._leases.pop(next(iter(self._leases)))
+        return leases
+
+    def _relieve(self, run: str, leases: dict[int, str], window: int, why: str) -> None:
+        """Take a window, and those behind it, from its reader, where there is another."""
+        url = leases[window]
+        if url in self._readers:
+            self._readers[url].shunned_until_s[run] = self._clock() + SHUN_S
+        if len(self._readers) > 1 or url not in self._readers:
+            del leases[window]
+            self.num_moved[why] += 1
+
+    def _least_busy(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
+        """The reader with the fewest windows among those that nobody of this run shuns, if there are such."""
+        now_s, busy = self._clock(), Counter(leases.values())
+        welcome = [url for url in at_work if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
+        return min(welcome or at_work, key=lambda url: busy[url], default=None)

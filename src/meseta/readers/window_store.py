@@ -1,0 +1,135 @@
+"""Decoded windows that ranks are being sent: decoded once for all of them, within a bound on their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+IDLE_S = 5.0
+"""A window that nobody has taken rows from for so long makes room for others."""
+
+MOST_UNFINISHED = 65_536
+"""Windows that are remembered as decoded and not had by all."""
+
+Content = TypeVar("Content")
+
+
+@dataclass
+class _Held(Generic[Content]):
+    place: tuple[int, int]
+    num_bytes: int
+    """As estimated, then as it is."""
+    takers: set[int]
+    """Ranks that have not had all of it."""
+    content: Content | None = None
+    problem: Exception | None = None
+    num_streams: int = 0
+    """Ranks that are being sent it."""
+    idle_since_s: float = field(default_factory=time.monotonic)
+
+
+class WindowStore(Generic[Content]):
+    """Keeps a window from when a rank first asks for it until every rank has had it.
+
+    A new one waits until there is room, but for one that lies before all others of its order that are held: ranks go
+    forward together, so that those others will not go before it came. One more than the bound is thus held at most.
+    """
+
+    def __init__(self, most_bytes: int, size_of: Callable[[Content], int]) -> None:
+        self.most_bytes = most_bytes
+        self.num_decoded = 0
+        self.num_again = 0
+        """Windows that were decoded once more before all ranks had them."""
+        self._size_of = size_of
+        self._held: dict[tuple[Hashable, tuple[int, int]], _Held[Content]] = {}
+        self._unfinished: dict[tuple[Hashable, tuple[int, int]], None] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all windows that are held."""
+        with self._changed:
+            return sum(held.num_bytes for held in self._held.values())
+
+    @contextmanager
+    def window(
+        self,
+        order: Hashable,
+        place: tuple[int, int],
+        takers: set[int],
+        taker: int,
+        num_bytes: int,
+        decode: Callable[[], Content],
+    ) -> Iterator[Content]:
+        """The window at `place`, (epoch, number), of an order, decoded unless it is held. `takers`: the ranks that will
+        ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises."""
+        key = (order, place)
+        with self._changed:
+            held = self._held.get(key)
+            while held is None and not self._has_room(order, place, num_bytes):
+                self._changed.wait(0.5)
+                held = self._held.get(key)
+            is_new = held is None
+            if held is None:
+                held = self._held[key] = _Held(place, num_bytes, set(takers))
+            held.num_streams += 1
+        try:
+            if is_new:
+                self._decode(key, held, decode)
+            with self._changed:
+                self._changed.wait_for(lambda: held.content is not None or held.problem is not None)
+            if held.problem is not None:
+                raise held.problem
+            assert held.content is not None
+            yield held.content
+            held.takers.discard(taker)
+        finally:
+            with self._changed:
+                held.num_streams -= 1
+                held.idle_since_s = time.monotonic()
+                if not held.num_streams and not held.takers:
+                    self._drop(key, held)
+                    self._unfinished.pop(key, None)
+                self._changed.notify_all()
+
+    def _decode(
+        self, key: tuple[Hashable, tuple[int, int]], held: _Held[Content], decode: Callable[[], Content]
+    ) -> None:
+        try:
+            content = decode()
+        except Exception as error:
+            with self._changed:
+                held.problem = error
+                self._drop(key, held)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            held.content, held.num_bytes = content, self._size_of(content)
+            self.num_decoded += 1
+            self.num_again += key in self._unfinished
+            self._unfinished[key] = None
+            while len(self._unfinished) > MOST_UNFINISHED:
+                self._unfinished.pop(next(iter(self._unfinished)))
+            self._changed.notify_all()
+
+    def _drop(self, key: tuple[Hashable, tuple[int, int]], held: _Held[Content]) -> None:
+        if self._held.get(key) is held:
+            del self._held[key]
+
+    def _has_room(self, order: Hashable, place: tuple[int, int], num_bytes: int) -> bool:
+        """Make room for a window, if that takes none that somebody is being sent, or waits for before it."""
+        now_s = time.monotonic()
+        mine = [held for (its_order, _), held in self._held.items() if its_order == order]
+        if all(held.place > place for held in mine):
+            return True
+        for key, held in sorted(self._held.items(), key=lambda item: item[1].place, reverse=True):
+            if sum(each.num_bytes for each in self._held.values()) + num_bytes <= self.most_bytes:
+                break
+            is_behind = key[0] == order and held.place > place
+            if not held.num_streams and (is_behind or now_s - held.idle_since_s > IDLE_S):
+                del self._held[key]
+        return sum(held.num_bytes for held in self._held.values()) + num_bytes <= self.most_bytes

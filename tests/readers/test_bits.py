@@ -1,0 +1,101 @@
+"""Batches that come from readers are those of a local Reader, bit for bit, and so is their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.test_reader import NUM_ROWS, make_dataset
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.read.cut import BatchCut
+from meseta.data.read.served.reader import ServedReader
+from readers.tier import Tier, digest, running
+
+
+@pytest.fixture(scope="module")
+def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("served") / "data", multi_valued=True)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 5])
+def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
+    with running({"click": jagged.dir}, request.param) as tier:
+        yield tier
+
+
+@given(
+    num_ranks=st.sampled_from([1, 2, 4]),
+    batch_size=st.integers(1, 700),
+    window_rows=st.integers(20, 700),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**31),
+    last_batch=st.sampled_from(["keep", "drop", "pad"]),
+    prefetch_batches=st.sampled_from([0, 1, 3]),
+    condition=st.sampled_from([None, "d0 >= 100", "label == 1"]),
+    negative_keep=st.sampled_from([1.0, 0.4]),
+)
+def test_batches_are_those_of_a_reader(
+    tier: Tier, jagged: Dataset, num_ranks: int, condition: str | None, **options: Any
+) -> None:
+    asked = ReaderOptions(filter=condition, **options)
+    for rank in range(num_ranks):
+        local = Reader(jagged, "train", asked, rank=rank, num_ranks=num_ranks)
+        served = ServedReader(tier.service, "train", asked, rank=rank, num_ranks=num_ranks)
+        assert (served.num_rows, served.num_batches, served.left_out) == (
+            local.num_rows, local.num_batches, local.left_out,
+        )  # fmt: skip
+        assert list(map(digest, served.epochs(2))) == list(map(digest, local.epochs(2)))
+        assert served.get_state() == local.get_state()
+
+
+@given(
+    num_rows=st.integers(1, 200),
+    batch_size=st.integers(1, 60),
+    num_ranks=st.integers(1, 7),
+    last_batch=st.sampled_from(["keep", "drop", "pad"]),
+    data=st.data(),
+)
+def test_rows_of_a_rank_are_those_of_its_slices(
+    num_rows: int, batch_size: int, num_ranks: int, last_batch: Any, data: st.DataObject
+) -> None:
+    begin = data.draw(st.integers(0, num_rows - 1))
+    first = data.draw(st.integers(0, num_rows))
+    last = data.draw(st.integers(first, num_rows))
+    for rank in range(num_ranks):
+        cut = BatchCut(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=rank, num_ranks=num_ranks)
+        rows: list[int] = []
+        for number in range(cut.num_batches_from(begin)):
+            slice_ = cut.slice_at(begin + number * batch_size)
+            rows += range(slice_.first, slice_.last)
+        assert cut.rows_between(begin, first, last).tolist() == [row for row in rows if first <= row < last]
+
+
+@pytest.mark.parametrize("begins", ["local", "served"])
+def test_a_run_may_change_between_files_and_readers_in_the_middle(tier: Tier, jagged: Dataset, begins: str) -> None:
+    options = ReaderOptions(batch_size=60, shuffle=True, seed=3, window_rows=100)
+
+    def local(batch_size: int = 60) -> Reader:
+        return Reader(jagged, "train", ReaderOptions(**{**vars(options), "batch_size": batch_size}))
+
+    def served(batch_size: int = 60) -> ServedReader:
+        return ServedReader(tier.service, "train", ReaderOptions(**{**vars(options), "batch_size": batch_size}))
+
+    one, other = (local, served) if begins == "local" else (served, local)
+    expected = [digest(batch) for batch in local().epochs(2)]
+    first = one()
+    came = [digest(batch) for _, batch in zip(range(4), first.epochs(2), strict=False)]
+    second = other()
+    second.set_state(first.get_state())
+    came += [digest(batch) for batch in second.epochs(2)]
+    assert came == expected
+    # And with another batch size, where batches begin in the middle of what were batches.
+    state = first.get_state()
+    third, fourth = one(37), other(37)
+    third.set_state(state)
+    fourth.set_state(state)
+    assert list(map(digest, third.epochs(2))) == list(map(digest, fourth.epochs(2)))
+    assert NUM_ROWS > 4 * 60

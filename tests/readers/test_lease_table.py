@@ -1,0 +1,127 @@
+"""Who reads which window: the same answer to all, moved where a reader falls silent, fails or is slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
+from meseta.readers.lease_table import KEPT_WINDOWS, LOST_S, SHUN_S, LeaseTable
+from meseta.spec import MesetaError
+
+ROWS = RowsAsked(
+    dataset="click",
+    digest="0" * 64,
+    split="train",
+    labels=("label",),
+    shuffle=True,
+    seed=1,
+    window_rows=100,
+    filter=None,
+    negative_keep=1.0,
+)
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def asked(
+    *windows: int, rank: int = 0, attempt: int = 1, run: str = "run", troubles: tuple[ReaderTrouble, ...] = ()
+) -> LeaseRequest:
+    session = Session(rows=ROWS, run=run, attempt=attempt, rank=rank, num_ranks=2)
+    return LeaseRequest(session=session, epoch=0, windows=windows, troubles=troubles)
+
+
+def beat(name: str) -> Beat:
+    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again=0)
+
+
+def of(table: LeaseTable, *windows: int, **options: object) -> dict[int, str]:
+    return {lease.window: lease.reader for lease in table.lease(asked(*windows, **options)).leases}  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> LeaseTable:
+    table = LeaseTable(clock)
+    for name in ("a", "b", "c"):
+        table.beat(beat(name))
+    return table
+
+
+def test_all_ranks_are_told_the_same_and_readers_share(table: LeaseTable) -> None:
+    first = of(table, 0, 1, 2, 3, 4, 5)
+    assert sorted(first.values()) == ["a", "a", "b", "b", "c", "c"]
+    assert of(table, 5, 3, 0, rank=1) == {window: first[window] for window in (5, 3, 0)}
+
+
+def test_nobody_reads_where_no_reader_is_there(clock: Clock) -> None:
+    answer = LeaseTable(clock).lease(asked(0, 1))
+    assert (answer.leases, answer.num_readers) == ((), 0)
+
+
+def test_windows_of_a_silent_reader_go_to_others(table: LeaseTable, clock: Clock) -> None:
+    before = of(table, 0, 1, 2)
+    clock.now_s = LOST_S
+    table.beat(beat("b"))
+    clock.now_s += 0.1
+    assert set(of(table, 0, 1, 2).values()) == {"b"}
+    assert table.num_moved == {"silent": sum(reader != "b" for reader in before.values())}
+    table.beat(beat("a"))  # comes back: what was moved stays where it is
+    assert set(of(table, 0, 1, 2).values()) == {"b"}
+
+
+@pytest.mark.parametrize(("what", "why"), [(SLOW, "slow"), ("the link broke", "lost")])
+def test_trouble_moves_a_window_and_keeps_the_run_away(table: LeaseTable, clock: Clock, what: str, why: str) -> None:
+    reader = of(table, 7)[7]
+    trouble = ReaderTrouble(window=7, reader=reader, what=what)
+    moved = of(table, 7, troubles=(trouble,))[7]
+    assert moved != reader and table.num_moved == {why: 1}
+    assert of(table, 7, rank=1, troubles=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
+    assert reader not in of(table, *range(8, 20)).values()
+    assert reader in of(table, *range(20, 32), run="another").values()
+    clock.now_s += SHUN_S + 0.1
+    for name in ("a", "b", "c"):
+        table.beat(beat(name))
+    assert reader in of(table, *range(40, 52)).values()
+
+
+def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
+    table = LeaseTable(clock)
+    table.beat(beat("a"))
+    assert of(table, 0) == {0: "a"}
+    assert of(table, 0, troubles=(ReaderTrouble(window=0, reader="a", what=SLOW),)) == {0: "a"}
+
+
+def test_ranks_of_a_former_attempt_are_turned_away(table: LeaseTable) -> None:
+    of(table, 0, attempt=3)
+    of(table, 0, attempt=4)
+    with pytest.raises(MesetaError, match="rank 1 belongs to a former attempt at run 'run'"):
+        of(table, 0, attempt=3, rank=1)
+    of(table, 0, attempt=3, run="another")
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 300), st.booleans()), max_size=60))
+def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[str, int, bool]]) -> None:
+    clock = Clock()
+    table = LeaseTable(clock)
+    there = {}
+    for name, window, passes in moves:
+        table.beat(beat(name))
+        there[name] = clock.now_s
+        reader = of(table, window)[window]
+        assert clock.now_s - there[reader] <= LOST_S
+        clock.now_s += 2.0 * passes
+    assert sum(table.num_leases().values()) <= 300 + KEPT_WINDOWS

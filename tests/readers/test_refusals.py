@@ -1,0 +1,274 @@
+"""What dispatchers, readers and trainers refuse, each in one line; and what they read of strangers is checked first."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from data.test_reader import make_dataset
+from meseta.data import Dataset, ReaderOptions
+from meseta.data.read.rows import Rows
+from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, RowsAsked, Session, WindowTicket
+from meseta.data.read.served.reader import Run, ServedReader, Service
+from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
+from meseta.data.read.served.service import Dispatcher, Unreachable
+from meseta.machine.remote import checked_url
+from meseta.readers.listening import location
+from meseta.spec import MesetaError
+from readers.tier import Tier, running
+from sampling import sample
+
+OPTIONS = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)
+NUM_MALFORMED, GROUP = 100_000, 1000
+
+
+@pytest.fixture(scope="module")
+def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("refusals") / "data", multi_valued=True)
+
+
+@pytest.fixture(scope="module")
+def tier(jagged: Dataset) -> Iterator[Tier]:
+    with running({"click": jagged.dir, "again": jagged.dir}, 1) as tier:
+        yield tier
+
+
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("0.0.0.0:7077", "must be 127.0.0.1"),
+        ("192.168.1.7:7077", "must be 127.0.0.1"),
+        ("example.org:1", "must be 127.0.0.1"),
+        ("127.0.0.1", "HOST:PORT"),
+        ("127.0.0.1:70777", "HOST:PORT"),
+        ("127.0.0.1:-1", "HOST:PORT"),
+        ("", "HOST:PORT"),
+    ],
+)
+def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
+    with pytest.raises(MesetaError, match=why):
+        location(listen)
+    assert location("localhost:80") == "grpc://127.0.0.1:80"
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:1", "grpc://", "grpc://host", "http://a:1", "grpc://a:x", "grpc://a:1/path"]
+)
+def test_addresses(url: str) -> None:
+    with pytest.raises(MesetaError, match="grpc://HOST:PORT"):
+        checked_url(url)
+
+
+def test_a_dispatcher_that_is_not_there() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(Unreachable, match=r"dispatcher grpc://127.0.0.1:9 cannot be reached"):
+        ServedReader(Service(url="grpc://127.0.0.1:9"), "train", OPTIONS)
+    assert time.monotonic() - began_s < 15
+
+
+def test_datasets_and_splits_that_there_are_not(tier: Tier) -> None:
+    def reader(name: str | None, split: str = "train", **options: Any) -> ServedReader:
+        return ServedReader(Service(url=tier.dispatcher.url, dataset=name), split, OPTIONS, **options)
+
+    with pytest.raises(MesetaError, match=r"there are several datasets.*click, again"):
+        reader(None)
+    with pytest.raises(MesetaError, match="there is no dataset 'clik'; did you mean 'click'"):
+        reader("clik")
+    with pytest.raises(MesetaError, match="no split 'tset'"):
+        reader("click", "tset")
+    with pytest.raises(MesetaError, match="'buy', which is no label"):
+        reader("click", labels=("buy",))
+    with pytest.raises(MesetaError, match=r"rank must be in 0..1"):
+        reader("click", rank=2, num_ranks=2)
+
+
+def test_no_reader_is_waited_for_and_then_given_up(
+    jagged: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meseta.data.read.served.windows.SAY_S", 0.5)
+    with running({"click": jagged.dir}, 0) as tier:
+        service = Service(url=tier.dispatcher.url, give_up_s=2.0)
+        with pytest.raises(MesetaError, match=r"window 0 has not come for 2 s: no reader is there; start"):
+            list(ServedReader(service, "train", OPTIONS).epoch())
+        assert "has not come for 1 s: no reader is there; waiting" in capsys.readouterr().err
+        # One that comes while they wait.
+        batches = ServedReader(tier.service, "train", OPTIONS).epoch()
+        time.sleep(0.5)
+        tier.add_reader()
+        assert sum(batch.batch_size for batch in batches) == sum(f.num_rows for f in jagged.splits["train"].files)
+
+
+def test_who_closes_does_not_wait(jagged: Dataset) -> None:
+    with running({"click": jagged.dir}, 0) as tier:
+        batches = ServedReader(tier.service, "train", OPTIONS).epoch()
+        time.sleep(0.3)
+        began_s = time.monotonic()
+        batches.close()
+        assert time.monotonic() - began_s < 2
+
+
+def test_ranks_of_a_former_attempt(tier: Tier) -> None:
+    service = Service(url=tier.dispatcher.url, dataset="click")
+    former = ServedReader(service, "train", OPTIONS, run=Run(name="mine", attempt=1)).epoch()
+    next(former)
+    next(ServedReader(service, "train", OPTIONS, run=Run(name="mine", attempt=2)).epoch())
+    with pytest.raises(MesetaError, match="rank 0 belongs to a former attempt at run 'mine'"):
+        list(former)
+
+
+def test_a_damaged_file_ends_the_run_and_names_the_reader(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data", multi_valued=False)
+    file = dataset.place(dataset.splits["train"].files[0].path)
+    with running({"click": dataset.dir}, 2) as tier:
+        reader = ServedReader(tier.service, "train", OPTIONS)
+        content = bytearray(file.read_bytes())
+        content[: len(content) // 2] = os.urandom(len(content) // 2)
+        file.write_bytes(content)
+        with pytest.raises(MesetaError, match=rf"reader grpc://127.0.0.1:\d+: .*{file.name}"):
+            list(reader.epoch())
+
+
+def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data", multi_valued=False)
+    with running({"click": dataset.dir}, 1) as tier:
+        reader = ServedReader(tier.service, "train", OPTIONS)
+        dataset.model_copy(update={"seed": 7}).save(dataset.dir)
+        with pytest.raises(MesetaError, match="is another than the dispatcher's"):
+            list(reader.epoch())
+
+
+def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
+    description = Dispatcher(tier.dispatcher.url).describe("click")
+    session = Session(
+        rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
+    )
+    ticket = WindowTicket(session=session, epoch=0, window=0, begin=0, batch_size=50, last_batch="keep")
+    return {**json.loads(ticket.to_bytes()), **changes}
+
+
+def spoiled(draw: random.Random, ticket: dict[str, Any]) -> bytes:
+    """A ticket with one thing wrong, or no ticket at all."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key in value if isinstance(value, dict) else range(len(value)):
+            places.append((value, key))
+            if isinstance(value[key], dict | list):
+                walk(value[key])
+
+    walk(ticket)
+    where, key = draw.choice(places)
+    odd = [None, -1, 1 << 60, 1.5, "", "../../etc/passwd", "x" * 5000, [], {}, True, "\ud800", float("1e308")]
+    match draw.randrange(5):
+        case 0:
+            where[key] = draw.choice(odd)
+        case 1 if isinstance(where, dict):
+            del where[key]
+        case 2 if isinstance(where, dict):
+            where["more"] = draw.choice(odd)
+        case 3:
+            content = bytearray(json.dumps(ticket).encode())
+            content[draw.randrange(len(content))] = draw.randrange(256)
+            return bytes(content)
+        case _:
+            return draw.choice([b"", b"\0" * 100, b"[" * 100_000, b"{}", os.urandom(200), b" " * 2_000_000])
+    return json.dumps(ticket).encode()
+
+
+@pytest.mark.parametrize("seed", sample(range(NUM_MALFORMED // GROUP), 1, seed=0))
+def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
+    draw = random.Random(seed)
+    ticket = ticket_of(tier)
+    reader = flight.connect(tier.readers[0].url)
+    dispatcher = flight.connect(tier.dispatcher.url)
+    for _ in range(GROUP // 2):
+        content = spoiled(draw, json.loads(json.dumps(ticket)))
+        with ToldQuietly():
+            for chunk in reader.do_get(flight.Ticket(content)):
+                assert chunk.data.num_rows <= 100
+        with ToldQuietly():
+            list(
+                dispatcher.do_action(
+                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content)
+                )
+            )
+    rows = sum(chunk.data.num_rows for chunk in reader.do_get(flight.Ticket(json.dumps(ticket).encode())))
+    assert rows > 0, "and those that are as they should be are answered as before"
+
+
+class ToldQuietly:
+    """What is raised here is one line of ours, with no traceback and no path."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None:
+            return True
+        assert isinstance(error, flight.FlightServerError), repr(error)
+        text = error.extra_info.decode() or str(error).split(". Detail:")[0]
+        assert text.isprintable() and "Traceback" not in text and len(text) < 5000, text
+        return True
+
+
+def test_rows_that_are_not_what_was_asked_for(jagged: Dataset) -> None:
+    schema = schema_of(jagged, ["other"])
+    rows = Rows(
+        np.zeros(2, np.float32),
+        np.zeros((2, 2), np.float32),
+        np.zeros((2, 2), np.int64),
+        (),
+    )
+    plain = make_plain(jagged)
+    good = to_record_batch(rows, plain, schema_of(plain, ["other"]))
+    assert ReceivedRows(good, plain, good.schema, "reader").num_rows == 2
+    with pytest.raises(MesetaError, match="reader sent rows with other columns"):
+        ReceivedRows(good, jagged, schema, "reader")
+    missing = good.set_column(0, good.schema.field(0), pa.array([None, 1.0], pa.float32()))
+    with pytest.raises(MesetaError, match="values missing"):
+        ReceivedRows(missing, plain, good.schema, "reader")
+    offsets = pa.py_buffer(np.array([0, 9, 3], np.int32))
+    torn = pa.Array.from_buffers(pa.list_(pa.int32()), 2, [None, offsets], children=[pa.array([1, 2, 3], pa.int32())])
+    bag_schema = pa.schema([pa.field("bag", pa.list_(pa.int32()))])
+    only_bag = jagged.model_copy(update={"dense": (), "sparse": (jagged.sparse[1],), "has_labels": False})
+    with pytest.raises(MesetaError, match="a damaged record batch"):
+        ReceivedRows(pa.RecordBatch.from_arrays([torn], schema=bag_schema), only_bag, bag_schema, "reader")
+
+
+def make_plain(jagged: Dataset) -> Dataset:
+    return jagged.model_copy(update={"sparse": (jagged.sparse[0], jagged.sparse[3])})
+
+
+def test_answers_have_a_limit() -> None:
+    assert DatasetDescription.limit_bytes == ANSWER_BYTES
+    with pytest.raises(MesetaError, match="at most 1,048,576 are read"):
+        RowsAsked.from_bytes(b" " * (RowsAsked.limit_bytes + 1), "peer")
+
+
+def test_commands_end_in_one_line(tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "meseta.cli.main", "readers", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 1 and len(run.stderr.splitlines()) == 1, run.stderr
+        return run.stderr
+
+    assert "cannot read dataset.json" in said("dispatch", "--data", str(tmp_path))
+    assert "twice" in said("dispatch", "--data", str(tmp_path), "--data", str(tmp_path))
+    assert "grpc://HOST:PORT" in said("work", "--dispatcher", "nowhere")
+    assert "cannot be reached" in said("status", "grpc://127.0.0.1:9")

@@ -1,0 +1,63 @@
+"""A dispatcher and readers in this process, and what is compared of batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meseta.data import Batch
+from meseta.data.read.served.reader import Service
+from meseta.data.read.served.service import Dispatcher
+from meseta.readers.catalog import Catalog
+from meseta.readers.dispatching import DispatchServer
+from meseta.readers.lease_table import LeaseTable
+from meseta.readers.reading import BUFFER_BYTES, ReadServer, WindowReader
+
+ANYWHERE = "grpc://127.0.0.1:0"
+
+
+@dataclass
+class Tier:
+    """What trainers ask."""
+
+    dispatcher: DispatchServer
+    leases: LeaseTable
+    readers: list[ReadServer] = field(default_factory=list)
+
+    @property
+    def service(self) -> Service:
+        return Service(url=self.dispatcher.url, give_up_s=20.0)
+
+    def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
+        """One more, which the dispatcher knows."""
+        dispatcher = Dispatcher(self.dispatcher.url)
+        server = ReadServer(ANYWHERE, WindowReader(dispatcher, buffer_bytes), dispatcher)
+        server.meet()
+        self.readers.append(server)
+        return server
+
+
+@contextmanager
+def running(folders: Mapping[str, Path], num_readers: int, **options: Any) -> Iterator[Tier]:
+    """A dispatcher of these datasets, and readers."""
+    with ExitStack() as stack:
+        leases = LeaseTable()
+        tier = Tier(DispatchServer(ANYWHERE, Catalog(folders), leases), leases)
+        stack.callback(tier.dispatcher.shutdown)
+        stack.callback(lambda: [reader.end() for reader in tier.readers])
+        for _ in range(num_readers):
+            tier.add_reader(**options)
+        yield tier
+
+
+def digest(batch: Batch) -> tuple[Any, ...]:
+    """Of all that it holds, bit for bit."""
+    content = hashlib.sha256()
+    for tensor in batch.tensors:
+        content.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        content.update(tensor.contiguous().numpy().tobytes())
+    return content.hexdigest(), batch.sparse.keys, batch.num_padding, batch.position
