@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from data.click_log import make_lines
 from meseta.telemetry.rank_record import SIZE, record_path
@@ -161,6 +162,30 @@ def no_dataset(place: Place) -> list[Any]:
     return place.train(f"data.dir={place.folder / 'nowhere'}")
 
 
+def no_source_of_rows(place: Place) -> list[Any]:
+    return place.train("data.dir=null")
+
+
+def two_sources_of_rows(place: Place) -> list[Any]:
+    return place.train("data.service.url=grpc://127.0.0.1:7077")
+
+
+def no_address_of_readers(place: Place) -> list[Any]:
+    return place.train("data.dir=null", "data.service.url=http://127.0.0.1:7077")
+
+
+def no_dispatcher(place: Place) -> list[Any]:
+    return place.train("data.dir=null", "data.service.url=grpc://127.0.0.1:1")
+
+
+def split_at_readers(place: Place) -> list[Any]:
+    config = place.run() / "config.yaml"
+    document = yaml.safe_load(config.read_text())
+    document["data"] |= {"dir": None, "service": {"url": "grpc://127.0.0.1:7077"}}
+    write_config(config, document)
+    return ["predict", place.folder / "run", "--out", place.folder / "p.csv"]
+
+
 def prepared_column_missing(place: Place) -> list[Any]:
     path = place.data() / PART
     pq.write_table(pq.read_table(path).drop_columns(["price"]), path)
@@ -299,6 +324,7 @@ PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empt
 PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
+TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)

@@ -118,14 +118,14 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
 
 def _tables_of(path: str) -> Sequence[TableSpec]:
     """Of a config, or of a workload file."""
-    from meseta.data.dataset.dataset import Dataset
     from meseta.spec.workload import load_workload
+    from meseta.train.setup.source import source_of
     from meseta.train.setup.specs import make_specs
 
     config = _read_config(path, [])
     if config is None:
         return load_workload(path).tables
-    return make_specs(config, Dataset.load(config.data.dir).with_labels(config.data.labels))[0]
+    return make_specs(config, source_of(config.data).dataset().with_labels(config.data.labels))[0]
 
 
 def _way_out(error: DoesNotFitError) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,6 +68,9 @@ _Restarts = Annotated[int, typer.Option(help="Go on by itself so often where ran
 _MinNproc = Annotated[
     int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
 ]
+_Readers = Annotated[
+    int, typer.Option(min=0, help="Processes of this machine that decode the rows, for all ranks; 0: each rank does.")
+]
 _Profile = Annotated[
     bool,
     typer.Option("--profile", help="Write timeline.json, for ui.perfetto.dev: what every rank did in ten steps."),
@@ -98,6 +102,7 @@ def train(
     nproc: _Nproc = 1,
     restarts: _Restarts = 0,
     min_nproc: _MinNproc = None,
+    readers: _Readers = 0,
     no_test: _NoTest = False,
     profile: _Profile = False,
     profile_steps: _ProfileSteps = None,
@@ -124,15 +129,40 @@ def train(
     )
     _choose_folders(document, data or [], said)
     settings = check_document(document, config)
-    if not is_rank():
-        _launch(nproc, restarts, min_nproc, settings)
-    tried_on = None
-    if data:
-        from meseta.data import PrepareOptions
+    with ExitStack() as stack:
+        if not is_rank():
+            if readers:
+                stack.enter_context(_reading(readers, data or [], settings))
+            _launch(nproc, restarts, min_nproc, settings)
+        tried_on = None
+        if data:
+            tried_on = _fill(document, settings, sources=data, force=force, **said)
+            settings = check_document(document, config)
+        _run(settings, with_test=not no_test, profile=profiled, anew=force, tried_on=tried_on)
 
-        tried_on = _fill(document, PrepareOptions(sources=data, out=settings.data.dir, force=force, **said))
-        settings = check_document(document, config)
-    _run(settings, with_test=not no_test, profile=profiled, anew=force, tried_on=tried_on)
+
+@contextmanager
+def _reading(num_readers: int, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
+    """Readers of this machine, which all ranks are told of. Raises MesetaError where these are not for this command."""
+    from meseta.machine.variables import variables
+    from meseta.readers.local import local_readers
+    from meseta.train.setup.source import READERS
+
+    problem = None
+    if is_launched():
+        problem = "torchrun starts a command for each rank; start `meseta readers` yourself, and name data.service.url"
+    elif data:
+        problem = "raw files are prepared by the ranks themselves; run `meseta prepare` first, and name data.dir"
+    elif settings.data.dir is None:
+        problem = "data.service.url names readers; leave one of the two out"
+    if problem is not None or settings.data.dir is None:
+        raise MesetaError(f"train: --readers {num_readers}: {problem}")
+    with local_readers(settings.data.dir, num_readers) as url:
+        variables[READERS] = url
+        try:
+            yield
+        finally:
+            del variables[READERS]
 
 
 def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
@@ -149,13 +179,15 @@ def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfi
         sys.exit(run_ranks(sys.argv[1:], nproc, settings.comm.time_limits, settings.run_dir))
 
 
-def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
+def _fill(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
     """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
     by trial."""
+    from meseta.data import PrepareOptions
     from meseta.data.prepare import for_training
     from meseta.train.outside.raw_files import can_be_tried, choose_settings
 
-    dataset = _prepared(for_training(options))
+    assert settings.data.dir is not None  # or `_choose_folders` has refused it
+    dataset = _prepared(for_training(PrepareOptions(out=settings.data.dir, **options)))
     chosen = choose_settings(document, dataset)
     if chosen and is_first():
         _print_chosen(chosen, dataset)
@@ -163,12 +195,17 @@ def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
-    """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing says what to train
-    on."""
+    """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing, or two things, say
+    what to train on."""
     from meseta.config import set_default
+    from meseta.config.load import value_at
     from meseta.train.outside.raw_files import default_run_dir
 
     if data:
+        if (url := value_at(document, "data.service.url")) is not None:
+            raise MesetaError(
+                f"train: --data {data[0]!r} and data.service.url {url!r}: rows come from one of them; leave one out"
+            )
         set_default(document, "run_dir", default_run_dir(data))
         set_default(document, "data.dir", f"{document['run_dir']}/data")
     elif said:

@@ -13,7 +13,7 @@ from meseta.config.model import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
-from meseta.machine.remote import Location, is_url, locate
+from meseta.machine.remote import Location, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
@@ -21,9 +21,26 @@ from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 
+class ServiceConfig(Section):
+    url: str | None = None
+    """Address of a dispatcher, such as grpc://127.0.0.1:7077; None: data.dir is read."""
+    dataset: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Name of the dataset there; None: the only one."""
+    give_up_s: float = Field(default=300.0, gt=0)
+    """Seconds after which a run ends for which no reader decodes rows."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else checked_url(value)
+        except MesetaError as error:
+            raise ValueError(str(error)) from None
+
+
 class DataConfig(Section):
-    dir: Path
-    """Directory written by `meseta prepare`."""
+    dir: Path | None = None
+    """Directory written by `meseta prepare`; this or data.service.url must be given, and not both."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
     shuffle: bool = True
@@ -39,6 +56,8 @@ class DataConfig(Section):
     """Condition on the rows to train and to evaluate on, such as "age >= 18 and country != 'ES'"; None: all rows."""
     negative_keep: float = Field(default=1.0, gt=0, le=1)
     """Share of the negatives to train on; predictions are corrected for it. Needs one label, 0 or 1."""
+    service: ServiceConfig = ServiceConfig()
+    """Readers that decode the rows, instead of this process, and send them."""
 
     @field_validator("dir", mode="before")
     @classmethod
@@ -46,6 +65,21 @@ class DataConfig(Section):
         if isinstance(value, str) and "://" in value:
             raise ValueError(f"it must be a folder on this machine, got {value!r}; copy the dataset there first")
         return value
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> DataConfig:
+        url = self.service.url
+        if self.dir is None and url is None:
+            raise ValueError(
+                "neither data.dir nor data.service.url is set; set data.dir to what `meseta prepare` wrote, or "
+                "data.service.url to the address of a dispatcher"
+            )
+        if self.dir is not None and url is not None:
+            raise ValueError(
+                f"data.dir is {str(self.dir)!r} and data.service.url is {url!r}, and rows come from one of them; set "
+                "data.dir=null to take those of the readers, or data.service.url=null"
+            )
+        return self
 
 
 DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw", "lamb"]

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from meseta.comm import World
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare.new_rows import Unseen
+from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.reader import Reader
 from meseta.machine.files import move, sync
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
@@ -34,7 +34,7 @@ ROW = "row"
 
 def write_predictions(
     model: Model,
-    reader: Reader | NewBatches,
+    reader: BatchReader | NewBatches,
     world: World,
     out: Path,
     keys: Sequence[str] = (),
@@ -108,7 +108,7 @@ def write_new_predictions(
 class _File:
     """A growing file under a temporary name; keeps the first problem until all ranks meet."""
 
-    def __init__(self, out: Path, reader: Reader | NewBatches, keys: Sequence[str]) -> None:
+    def __init__(self, out: Path, reader: BatchReader | NewBatches, keys: Sequence[str]) -> None:
         self.problem: MesetaError | None = None
         self._out = out
         self._temporary = out.with_name(f".{out.name}.tmp")
@@ -176,9 +176,9 @@ class _File:
             self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
 
 
-def _keys(reader: Reader | NewBatches, keys: Sequence[str], taken: Sequence[str]) -> KeyColumns | NewBatches:
+def _keys(reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str]) -> KeyColumns | NewBatches:
     """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves."""
-    if isinstance(reader, Reader):
+    if isinstance(reader, BatchReader):
         _check_reader(reader.options)
         return KeyColumns(reader.dataset, reader.split, _key_names(reader.dataset, keys, taken))
     for name in reader.schema.names:

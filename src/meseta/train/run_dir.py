@@ -18,7 +18,6 @@ from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.config.load import checkpoints_of_run
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
-from meseta.data.prepare.keep import keep_tables
 from meseta.machine.environment import commit, version_of
 from meseta.machine.files import append_whole, json_text, move
 from meseta.machine.locks import FolderLock
@@ -41,6 +40,7 @@ from meseta.telemetry.lines import (
 from meseta.telemetry.rank_record import FOLDER
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
 from meseta.telemetry.timeline import TIMELINE_NAME
+from meseta.train.setup.source import source_of
 
 TRIALS = "trials"
 """Folder of short runs before a run, see meseta.train.sweep.trials."""
@@ -66,7 +66,8 @@ class RunDir:
     def begin(self, config: RunConfig, dataset: Dataset, plan: Mapping[str, Any], device: str) -> None:
         """Lock the directory and write what is known before the first step, with what encoding further rows takes.
 
-        Raises MesetaError where the directory cannot be written, or another run has it.
+        Raises MesetaError where the directory cannot be written, or another run has it, and where what encoding takes
+        does not come from a dispatcher.
         """
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ class RunDir:
             for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
                 if not path.is_dir():
                     path.unlink()
-            dataset = keep_tables(dataset, self.path)
+            dataset = source_of(config.data).keep_tables(dataset, self.path)
         for path in store_at(self.checkpoints).strangers():
             self._say(f"{str(path)!r} is no checkpoint and is left alone")
         document = config.model_dump(mode="json")

@@ -16,9 +16,9 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.prepare.new_rows import NewRows
+from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.reader import Reader
 from meseta.data.read.selection import calibration_shift
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
@@ -28,11 +28,12 @@ from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.setup.build import make_sharded_model
 from meseta.train.setup.precision import note_bfloat16
+from meseta.train.setup.source import source_of
 from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained_on import check_encoding, open_dataset
 
-Rows = TypeVar("Rows", Reader, NewBatches)
+Rows = TypeVar("Rows", BatchReader, NewBatches)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_trained(
     best: bool = False,
     every_row: bool = False,
     storage_dir: Path | None = None,
-) -> Iterator[Trained[Reader]]:
+) -> Iterator[Trained[BatchReader]]:
     """`load_trained` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
         yield load_trained(run_dir, split, world, data, best=best, every_row=every_row, storage_dir=storage_dir)
@@ -91,26 +92,32 @@ def load_trained(
     best: bool = False,
     every_row: bool = False,
     storage_dir: Path | None = None,
-) -> Trained[Reader]:
+) -> Trained[BatchReader]:
     """Load the checkpoint that stands for `run_dir` (its newest, or what train.finish says), or that of its best
     evaluation. A plan made for another number of ranks
     gives way to one for this rank. Tables lie in the tiers that they had, or all on the disk of `storage_dir`. The rows
-    are those that data.filter leaves, or all where `every_row` says so.
+    are those that data.filter leaves, or all where `every_row` says so, for predictions beside columns of their files.
 
-    Raises MesetaError where there is no run, no checkpoint, no such split, or data that were encoded otherwise than
-    those of the run.
+    Raises MesetaError where there is no run, no checkpoint, no such split, data that were encoded otherwise than
+    those of the run, and, with `every_row`, rows that come from a dispatcher.
     """
     run = RunDir(run_dir)
     config, path = _find(run, best=best)
+    source = source_of(config.data, data)
+    if every_row and source.is_served:
+        raise MesetaError(
+            f"predict: the rows of run {str(run_dir)!r} come from the readers of {source}, and a split is predicted "
+            "where its files are; name their folder with --data DIR, or raw files with --data FILE"
+        )
     dataset = open_dataset(config, world, data)
-    way_out = f"prepare them in one call with the sources of {str(config.data.dir)!r}, as --test-files"
+    way_out = f"prepare them in one call with the sources of {str(source_of(config.data))!r}, as --test-files"
     check_encoding(run, path, dataset, world, way_out)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,
         filter=None if every_row else config.data.filter,
     )
-    reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+    reader = source.reader(dataset, split, options, world)
     return _trained(_placed(config, path, storage_dir, world), path, dataset, reader, world)
 
 
@@ -168,7 +175,8 @@ def _encoded_before(run: RunDir, config: RunConfig) -> Dataset:
     vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
     if kept.source_form is None or not all((run.path / path).exists() for path in vocabularies):
         with suppress(MesetaError):
-            return Dataset.load(config.data.dir)
+            if config.data.dir is not None:
+                return Dataset.load(config.data.dir)
     return kept
 
 

@@ -12,10 +12,11 @@ from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
-from meseta.data.dataset.encoding import Encoding, difference, other_rows, unknown, with_vocabulary_digests
+from meseta.data.dataset.encoding import Encoding, difference, other_rows, unknown
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
+from meseta.train.setup.source import source_of
 
 _ANOTHER_RUN = "choose another run_dir, or begin this one anew with --force"
 STATE_KEY = "encoding"
@@ -25,9 +26,11 @@ STATE_KEY = "encoding"
 def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> Dataset:
     """The data of a config, or `data`, with the labels of the config; the same on every rank. Collective.
 
-    Raises MesetaError where it cannot be read, and, on all ranks, where ranks find different ones under its path.
+    Raises MesetaError where it cannot be read, and, on all ranks, where ranks find different ones there.
     """
-    dataset = with_vocabulary_digests(Dataset.load(data or config.data.dir).with_labels(config.data.labels))
+    source = source_of(config.data, data)
+    dataset = world.from_first(source.dataset) if source.is_served else source.dataset()
+    dataset = dataset.with_labels(config.data.labels)
     if world.size > 1:
         digests = world.gather_objects(sha256(dataset.model_dump_json().encode()).hexdigest())
         for rank, digest in enumerate(digests):
@@ -108,11 +111,11 @@ def _with_digests_of_source(run: RunDir, kept: Dataset) -> Dataset:
     if all(feature.vocabulary_digest or feature.encoding != "vocabulary" for feature in kept.sparse):
         return kept
     try:
-        source = Dataset.load(run.load_config().data.dir)
+        source = source_of(run.load_config().data).dataset()
     except MesetaError:
         return kept
     there = {feature.name: feature.model_copy(update={"vocabulary_digest": None}) for feature in source.sparse}
-    digests = {feature.name: feature.vocabulary_digest for feature in with_vocabulary_digests(source).sparse}
+    digests = {feature.name: feature.vocabulary_digest for feature in source.sparse}
     sparse = [
         feature.model_copy(update={"vocabulary_digest": digests[feature.name]})
         if feature.vocabulary_digest is None and there.get(feature.name) == feature

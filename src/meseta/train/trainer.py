@@ -53,6 +53,7 @@ from meseta.train.setup.build import (
     task_weights,
 )
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
+from meseta.train.setup.source import source_of
 from meseta.train.state import (
     dense_tensors,
     ids_outside,
@@ -89,7 +90,8 @@ class Trainer:
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
         self._meet(world.from_first(lambda: resuming.newest_of_run(self.run_dir)))
-        self.reader = make_reader(self.config, self.dataset, "train", self.world)
+        self._attempt = source_of(config.data).attempt(config.run_dir, world)
+        self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
         self._read_from = resuming.seek(self.reader, self._met)
         self._trained_to = self.reader.position
         """Where the reader stands after the last batch that was trained; it may have read further."""
@@ -100,13 +102,14 @@ class Trainer:
         self._lr_factor = 1.0
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
             held.callback(self.run_dir.unlock)
+            # Before anything is read: who is refused turns nobody away at the dispatcher.
+            self.world.on_first(self.run_dir.lock)
             held.callback(lambda: self._batches.close())  # noqa: PLW0108  `_resume` may begin others
             self._batches = self._begin_to_read()  # while the model is made
             self._make_parts(with_test)
             held.callback(self.saver.close)
             if self.board is not None:
                 held.callback(self.board.close)
-            self.world.on_first(self.run_dir.lock)
             self._former_optimizers = self._resume()
             self.num_steps = count_steps(config, self.reader, self.step)
             profiled = choose_steps(profile, self.step, self.num_steps, self._why_over())
@@ -140,7 +143,9 @@ class Trainer:
         self.decisions = Decisions(config, [name for name, split in self.dataset.splits.items() if split.num_rows])
         self.best = self.decisions.best
         evaluated = dict.fromkeys([self.decisions.split, *([TEST] if with_test else [])])
-        self.eval_readers = {split: make_reader(config, self.dataset, split, world) for split in evaluated}
+        self.eval_readers = {
+            split: make_reader(config, self.dataset, split, world, self._attempt) for split in evaluated
+        }
         check_segments(self.dataset, config.metrics.segments)
         check_stopping(config.train.early_stopping, self.dataset)
         self.figures = RunningFigures(self.dataset.labels, weights, world)

@@ -19,8 +19,7 @@ from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.loading import fill_piece
 from meseta.checkpoint.manifest import QUANTISED, read_manifest
 from meseta.config.row_bits import WIDTHS, BitsFile, RowBits, TableBits
-from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.reader import Reader
+from meseta.data.read.batch_reader import BatchReader
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.storage import ROW, as_stored
@@ -29,6 +28,7 @@ from meseta.telemetry.splits import choosing_split
 from meseta.train.advise.choice import MeasuredWidth, choose_widths
 from meseta.train.evaluate import evaluate
 from meseta.train.run_dir import RunDir
+from meseta.train.setup.source import source_of
 from meseta.train.trained import Trained, open_trained
 
 OnWidth = Callable[[str, RowBits, float | None], None]
@@ -70,7 +70,7 @@ def advise_run(
     """An advisor of the checkpoint that stands for a run, on the split valid, or test where there is none. Raises
     MesetaError as `load_trained` does, and for a checkpoint whose rows are in codes already."""
     run = RunDir(run_dir)
-    split = choosing_split(Dataset.load(data or run.load_config().data.dir).splits)
+    split = choosing_split(source_of(run.load_config().data, data).dataset().splits)
     with open_trained(run_dir, split, data, storage_dir=storage_dir) as trained:
         path = run.final_checkpoint()
         assert path is not None  # it was loaded
@@ -85,7 +85,7 @@ class BitsAdvisor:
     nobody moves keep their bits, and training corrects: there will be no more than this.
     """
 
-    def __init__(self, trained: Trained[Reader], path: Location, restores: int) -> None:
+    def __init__(self, trained: Trained[BatchReader], path: Location, restores: int) -> None:
         self.split = trained.reader.split
         """That is measured on."""
         self._trained = trained

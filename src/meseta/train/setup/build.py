@@ -12,13 +12,14 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.reader import Reader
+from meseta.data.read.served.reader import Run
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.machine.ranks import local_rank, note, num_local_ranks
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
 from meseta.train.setup.outline import make_dense_part, make_outline
 from meseta.train.setup.planning import RunPlanner
+from meseta.train.setup.source import source_of
 from meseta.train.setup.specs import make_specs
 
 
@@ -79,9 +80,9 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     return shard(model, plan, world=world, dense=config.dense.sharding, comm=comm, storage=storage)
 
 
-def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> BatchReader:
+def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World, run: Run | None = None) -> BatchReader:
     """This rank's slices of the batches of a split: training rows are shuffled, others come in the order of the
-    files."""
+    files. `run` and errors: as `RowSource.reader`, collective as that."""
     train, data = config.train, config.data
     is_train = split == "train"
     options = ReaderOptions(
@@ -94,7 +95,7 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -
         filter=data.filter,
         negative_keep=data.negative_keep if is_train else 1.0,
     )
-    return Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+    return source_of(data).reader(dataset, split, options, world, run)
 
 
 def count_steps(config: RunConfig, reader: BatchReader, num_done: int) -> int:
@@ -107,7 +108,7 @@ def count_steps(config: RunConfig, reader: BatchReader, num_done: int) -> int:
             else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
             else "prepare it again"
         )  # fmt: skip
-        raise MesetaError(f"dataset {str(config.data.dir)!r} has no rows to train on: {why}")
+        raise MesetaError(f"dataset {str(reader.dataset.dir)!r} has no rows to train on: {why}")
     left = (config.train.epochs - reader.epoch_index - 1) * reader.num_batches
     whole = num_done + left + reader.num_batches_left
     num_steps = min(whole, config.train.max_steps or whole)

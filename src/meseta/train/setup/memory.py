@@ -13,12 +13,15 @@ from meseta.comm import World
 from meseta.comm.dense_shards import cut_modules
 from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.served.record_batches import MOST_ROWS
+from meseta.data.read.served.windows import MOST_AHEAD
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.tiers import HBM, HOST
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import answers_bytes, score_bytes, step_bytes
+from meseta.train.setup.source import source_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class MemoryNeed:
     activations: int
     """Of one batch, forwards and backwards, with the buffers of its exchange; or of one in evaluation."""
     reading: int
-    """Decoded windows and batches made ahead, in the host's memory."""
+    """Decoded windows, or rows that have come from readers, and batches made ahead, in the host's memory."""
     saving: int
     """Blocks of a checkpoint on their way to files, in the host's memory."""
     copies: int
@@ -98,9 +101,7 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     part_size = -(-batch_size // train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
-    # A window as decoded and as Arrow has it, while the next one is read.
-    window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
-    ahead = window_rows * 3 + train.batch_size * (1 + config.data.prefetch_batches)
+    ahead = _rows_read_ahead(config, dataset, num_ranks)
     is_stale, overlaps = bool(config.pipeline.stale), num_ranks > 1 and config.pipeline.overlap != "off"
     if overlaps or is_stale:  # the batch whose ids travel ahead, and those that come
         ahead += 2 * batch_size
@@ -115,6 +116,18 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
         copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
         storage=config.storage.options,
     )
+
+
+def _rows_read_ahead(config: RunConfig, dataset: Dataset, num_ranks: int) -> int:
+    """The most that a rank holds of training rows before their turn."""
+    window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
+    num_batches = 1 + config.data.prefetch_batches
+    if not source_of(config.data).is_served:
+        # A window as decoded and as Arrow has it, while the next one is read.
+        return window_rows * 3 + config.train.batch_size * num_batches
+    # Of each window that is asked for, this rank's rows: a record batch in hand, one waiting, and one that comes.
+    of_rank, batch_size = (-(-rows // num_ranks) for rows in (window_rows, config.train.batch_size))
+    return (MOST_AHEAD + 1) * min(3 * MOST_ROWS, of_rank) + batch_size * num_batches
 
 
 def _training(needs: Mapping[Phase, list[MemoryNeed]]) -> dict[Phase, list[MemoryNeed]]:

@@ -30,6 +30,7 @@ from meseta.spec.transfer import step_transfers
 from meseta.telemetry.summary import Predicted
 from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, free_bytes, run_bytes
 from meseta.train.setup.outline import before_flops, make_outline
+from meseta.train.setup.source import source_of
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
 
@@ -170,7 +171,7 @@ def find_run_plan(
     Where a model of the user's own cannot be built here, its dense part is left out, which is said on the terminal.
     Raises MesetaError where the config does not fit its data, and as `find_plan` does.
     """
-    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    dataset = source_of(config.data).dataset().with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     outline = None

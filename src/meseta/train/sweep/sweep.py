@@ -26,6 +26,7 @@ from meseta.spec import MesetaError
 from meseta.telemetry.figures import RISING
 from meseta.telemetry.splits import TEST, VALID, choosing_split
 from meseta.telemetry.summary import RunSummary, read_summary
+from meseta.train.setup.source import source_of
 
 FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
@@ -239,13 +240,13 @@ def _check_data(trial: Trial, config: RunConfig) -> None:
         return
     try:
         before = Dataset.load(trial.run_dir)
-        now = Dataset.load(config.data.dir).with_labels(config.data.labels)
+        now = source_of(config.data).dataset().with_labels(config.data.labels)
     except MesetaError:
         return  # a finished sweep is shown without its data too
     differs = difference(Encoding.of(before), Encoding.of(now)) or other_rows(before, now)
     if differs is not None:
         raise MesetaError(
-            f"it was trained on other data than those of {str(config.data.dir)!r}: {differs}; choose another --out, or "
+            f"it was trained on other data than those of {str(now.dir)!r}: {differs}; choose another --out, or "
             "delete it"
         )
 

@@ -74,7 +74,7 @@ def run_steps(
     dataset = open_dataset(config, world)
     readers = [make_reader(config, dataset, "train", ranks) for ranks in (world, World.single(world.device))]
     if readers[0].num_batches == 0:
-        raise MesetaError(f"dataset {str(config.data.dir)!r} has no rows to train on; prepare it again")
+        raise MesetaError(f"dataset {str(dataset.dir)!r} has no rows to train on; prepare it again")
     tables, features = make_specs(config, dataset)
     ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
     model = make_sharded_model(config, dataset, world)

@@ -1,0 +1,61 @@
+"""`meseta train --readers N`: the same run, whose rows other processes decode, which end with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from bad_input.commands import run_here
+from cli.processes import PATIENCE_S, Command
+from small_run import final_checksum, metrics, settings, train, without_times, write_config
+
+COMMON = {"train__epochs": 2, "checkpoint__every_steps": 5}
+
+
+def readers_of(command: Command) -> list[int]:
+    """Processes that decode rows for a command, and its dispatcher."""
+    return [pid for pid in command.members() if b"readers" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
+    command = Command(tmp_path / "log", "train", config, "--readers", 2, "--nproc", nproc)
+    command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
+    assert len(readers_of(command)) == 3
+    command.succeed()
+    assert readers_of(command) == []
+    local = tmp_path / "local"
+    if nproc == 1:
+        train(settings(tiny, local, **COMMON))
+        assert without_times(metrics(run_dir)) == without_times(metrics(local))
+    else:
+        Command(tmp_path / "log2", "train", config, f"run_dir={local}", "--nproc", nproc).succeed()
+    assert final_checksum(run_dir) == final_checksum(local)
+
+
+def test_a_killed_launcher_leaves_no_reader(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
+    command = Command(tmp_path / "log", "train", config, "--readers", 1, "--nproc", 2)
+    command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
+    assert len(readers_of(command)) == 2
+    command.send(signal.SIGKILL, to_all=False)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while readers_of(command):
+        assert time.monotonic() < deadline_s, "readers outlive the command"
+        time.sleep(0.05)
+
+
+def test_where_readers_do_not_go(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
+    served = ("data.dir=null", "data.service.url=grpc://127.0.0.1:9")
+    for arguments, why in (
+        ((config, *served), "data.service.url names readers"),
+        (("--data", "raw.tsv"), "raw files are prepared by the ranks themselves"),
+    ):
+        ended = run_here("train", *map(str, arguments), "--readers", "2")
+        assert ended.code == 1 and why in ended.err, ended.err

@@ -1,0 +1,325 @@
+"""Runs whose rows come from readers: the same weights as from the files, whoever decodes, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from bad_input.commands import Ended, run_here
+from data.new_files import NUM_TRAIN, columns, part, without, write_csv
+from distributed.pool import RankPool
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data import Dataset
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.read.served import service
+from meseta.data.read.served.messages import TableRequest
+from meseta.data.read.served.service import Dispatcher
+from meseta.embedding import EmbeddingBagCollection
+from meseta.spec import MesetaError
+from meseta.train.setup.build import make_reader
+from meseta.train.setup.memory import run_bytes
+from meseta.train.setup.outline import make_outline
+from meseta.train.setup.source import source_of
+from meseta.train.setup.specs import make_specs
+from meseta.train.trained import load_trained
+from meseta.train.trainer import Trainer
+from meseta.train.verify.steps import run_steps
+from readers.tier import Tier, running
+from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times, write_config
+
+COMMON = {"train__epochs": 2, "train__eval_every_steps": 9, "checkpoint__every_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def data(tiny: Path) -> Path:
+    """With a split valid."""
+    return tiny_with_valid(tiny)
+
+
+@pytest.fixture(scope="module")
+def tier(data: Path) -> Iterator[Tier]:
+    with running({"click": data}, 2) as tier:
+        yield tier
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def served(tier: Tier, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """As `settings`, but with the rows of the tier."""
+    document = settings(run_dir, run_dir, **{**COMMON, **changes})
+    document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "give_up_s": 20.0}}
+    return document
+
+
+def local(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    return settings(data, run_dir, **{**COMMON, **changes})
+
+
+def train_on(num_ranks: int, two_ranks: RankPool, document: dict[str, Any]) -> None:
+    if num_ranks == 1:
+        train(document)
+    else:
+        two_ranks.run(train, document)
+
+
+# The same weights
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("order", ["served", "served, local, served", "local, served, local"])
+def test_a_run_ends_with_the_same_bits(
+    tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, num_ranks: int, order: str
+) -> None:
+    """An epoch has 10 or 11 steps: a run that stops at steps 8 and 12 does so in the middle of one."""
+    expected, run = tmp_path / "expected", tmp_path / "run"
+    train_on(num_ranks, two_ranks, local(data, expected, train__max_steps=20))
+    make = {"served": lambda **c: served(tier, run, **c), "local": lambda **c: local(data, run, **c)}
+    sources = order.split(", ")
+    for source, stop in zip(sources, (8, 12, 20)[-len(sources) :], strict=True):
+        train_on(num_ranks, two_ranks, make[source](train__max_steps=stop))
+    assert final_checksum(run) == final_checksum(expected)
+    lines = {line["step"]: line for line in without_times(metrics(run)) if line["kind"] == "train"}
+    assert list(lines.values()) == [line for line in without_times(metrics(expected)) if line["kind"] == "train"]
+    before, now = Dataset.load(expected), Dataset.load(run)
+    assert now.to_dict() == before.to_dict()
+    assert (run / "touched.parquet").read_bytes() == (data / "touched.parquet").read_bytes()
+
+
+def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Path) -> None:
+    chosen = {"data__filter": "age >= 30", "data__negative_keep": 0.5, "data__last_batch": "drop"}
+    summaries = [
+        train(local(data, tmp_path / "expected", **chosen)),
+        train(served(tier, tmp_path / "run", **chosen)),
+    ]
+    assert final_checksum(tmp_path / "run") == final_checksum(tmp_path / "expected")
+    assert summaries[0]["rows_left_out"] == summaries[1]["rows_left_out"]
+    assert summaries[0]["rows_left_out"]["by_filter"] > 100
+
+
+@pytest.fixture(scope="module")
+def run(tier: Tier, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has ended, of rows of the tier."""
+    folder = tmp_path_factory.mktemp("served") / "run"
+    train(served(tier, folder, train__max_steps=6))
+    return folder
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_every_split_is_evaluated_where_no_files_are(run: Path, data: Path, split: str) -> None:
+    found, expected = (run_here("eval", run, "--split", split, *more) for more in ([], ["--data", data]))
+    assert found.code == expected.code == 0, found.err + expected.err
+    assert found.out == expected.out
+
+
+def test_a_plan_and_a_comparison_ask_the_dispatcher_too(tier: Tier, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "machine.yaml").write_text("devices_per_host: 2\ndevice: cpu\nhost_bytes: 8000000000\n")
+    outs = []
+    for name, document in (("served", served(tier, tmp_path / "a")), ("local", local(data, tmp_path / "a"))):
+        config, out = write_config(tmp_path / f"{name}.yaml", document), tmp_path / f"{name}.json"
+        ended = run_here("plan", config, "--topology", tmp_path / "machine.yaml", "--out", out)
+        assert ended.code == 0, ended.err
+        ended = run_here("plan", "diff", out, out, config)
+        assert ended.code == 0, ended.err
+        outs.append((out.read_text(), ended.out.replace(name, "")))
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_steps_that_are_compared_read_from_it(tier: Tier, two_ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    """As `meseta verify` does: each rank reads its slices, and whole batches beside them."""
+    document = served(tier, tmp_path / "run")
+    found = two_ranks.run(recorded, document) if num_ranks == 2 else [recorded(document)]
+    assert all(one == [90] * 3 for one in found)
+
+
+def recorded(document: dict[str, Any]) -> list[int]:
+    """Samples of whole batches."""
+    config, world = RunConfig.model_validate(document), World.current()
+    return [
+        step.batch.lengths.numel() // len(step.batch.keys)
+        for step in run_steps(config, world, "training", 3, world.size)
+    ]
+
+
+# Attempts
+
+
+def test_what_is_left_of_a_former_attempt_is_turned_away(tier: Tier, tmp_path: Path) -> None:
+    document = served(tier, tmp_path / "run")
+    former, later = (Trainer(RunConfig.model_validate(document), World.single()) for _ in range(2))
+    later.run()
+    expected = final_checksum(tmp_path / "run")
+    with pytest.raises(MesetaError, match=r"rank 0 belongs to a former attempt at run '.*run', which has been begun"):
+        former.run()
+    shutil.rmtree(tmp_path / "run")
+    train(served(tier, tmp_path / "run"))
+    assert final_checksum(tmp_path / "run") == expected
+
+
+def test_who_is_refused_turns_nobody_away(tier: Tier, run: Path, tmp_path: Path) -> None:
+    """A command that was given twice, and an evaluation beside the run."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    document = served(tier, folder)
+    at_work = Trainer(RunConfig.model_validate(document), World.single())
+    with pytest.raises(MesetaError, match="is in use"):
+        Trainer(RunConfig.model_validate(document), World.single())
+    assert load_trained(folder, "valid", World.single()).reader.num_rows == 337
+    at_work.run()
+    train(served(tier, tmp_path / "whole"))
+    assert final_checksum(folder) == final_checksum(tmp_path / "whole")
+
+
+# New rows
+
+
+def vocabularies(folder: Path) -> Path:
+    """A dataset with some, beside test.csv with further rows."""
+    table = without(columns(), "tags", "importance")
+    source = write_csv(folder / "train.csv", part(table, 0, NUM_TRAIN))
+    write_csv(folder / "test.csv", part(table, NUM_TRAIN, 500))
+    prepare(PrepareOptions(sources=[str(source)], out=folder / "data", test_fraction=0.2, vocabulary=True, min_count=2,
+                           sparse=["shop", "city", "hour"], ignore=["when"]))  # fmt: skip
+    return folder / "data"
+
+
+def test_new_rows_are_predicted_without_the_data(tmp_path: Path) -> None:
+    data = vocabularies(tmp_path)
+    train(settings(data, tmp_path / "local", train__max_steps=4))
+    with running({"click": data, "other": data}, 1) as tier:
+        document = served(tier, tmp_path / "run", train__eval_every_steps=None, train__max_steps=3)
+        document["data"]["service"]["dataset"] = "click"
+        train(document)
+        kept = sorted((tmp_path / "run/vocabulary").iterdir())
+        assert [path.read_bytes() for path in kept] == [(data / "vocabulary" / p.name).read_bytes() for p in kept]
+        assert len(kept) == 3
+        shutil.rmtree(data / "vocabulary")  # what is there already does not come again
+        train({**document, "train": {**document["train"], "max_steps": 4}})
+    shutil.rmtree(data)
+    found = {}
+    for name in ("local", "run"):
+        out = tmp_path / f"{name}.parquet"
+        ended = run_here("predict", tmp_path / name, "--data", tmp_path / "test.csv", "--out", out)
+        assert ended.code == 0, ended.err
+        found[name] = pq.read_table(out), ended.out.replace(name, "")
+    assert found["run"] == found["local"]
+    assert "not seen" in found["run"][1] and found["run"][0].num_rows == 500 - NUM_TRAIN
+
+
+def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
+    data = vocabularies(tmp_path)
+    with running({"click": data}, 1) as tier:
+        path = data / "vocabulary/city.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.set_column(0, "value", [table["value"].to_pylist()[::-1]]), path)
+        with pytest.raises(MesetaError, match="the vocabulary of 'city' that has come is not the one that its ids"):
+            train(served(tier, tmp_path / "run", train__eval_every_steps=None))
+    assert not list((tmp_path / "run").rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("feature", "problem"),
+    [("../../dataset.json", "has no vocabulary of a feature"), ("price", "has no vocabulary of a feature 'price'")],
+)
+def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) -> None:
+    dispatcher = Dispatcher(tier.dispatcher.url)
+    described = dispatcher.describe(None)
+    with pytest.raises(MesetaError, match=problem):
+        list(dispatcher.table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
+    with pytest.raises(MesetaError, match="has been prepared anew"):
+        list(dispatcher.table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
+
+
+def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "TABLE_BYTES", 10)
+    dispatcher = Dispatcher(tier.dispatcher.url)
+    digest = dispatcher.describe(None).digest
+    with pytest.raises(MesetaError, match="sends a file of more than 10 bytes"):
+        list(dispatcher.table(TableRequest(dataset="click", digest=digest, feature=None)))
+
+
+# What is refused
+
+
+def refused(ended: Ended, *words: str) -> None:
+    [line] = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert ended.code == 1 and ended.err.splitlines()[-1] == line
+    for word in words:
+        assert word in line
+
+
+def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.parquet"
+    ended = run_here("predict", run, "--out", out)
+    refused(ended, f"the readers of {tier.dispatcher.url}", "name their folder with --data DIR", "--data FILE")
+    assert not out.exists()
+    assert run_here("predict", run, "--out", out, "--data", data).code == 0
+
+
+def test_a_dispatcher_that_is_not_there(tier: Tier, run: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    document = served(tier, tmp_path / "run")
+    document["data"]["service"]["url"] = f"grpc://127.0.0.1:{port}"
+    begin_s = time.monotonic()
+    ended = run_here("train", write_config(tmp_path / "c.yaml", document))
+    refused(ended, f"dispatcher grpc://127.0.0.1:{port} cannot be reached")
+    assert time.monotonic() - begin_s < 8
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
+    def config(**changes: Any) -> Path:
+        return write_config(tmp_path / "c.yaml", served(tier, tmp_path / "run", **changes))
+
+    refused(run_here("train", config(), "data.service.dataset=clik"), "no dataset 'clik'; did you mean 'click'?")
+    refused(run_here("train", config(data__labels=["buy"])), "no label of dataset 'click at 127.0.0.1:")
+    refused(run_here("train", config(data__filter="size > 3")), "size")
+    refused(run_here("train", config(), "--data", "x.csv"), "--data 'x.csv' and data.service.url", "leave one out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> None:
+    config = RunConfig.model_validate(served(tier, tmp_path / "run"))
+    dataset = source_of(config.data).dataset()
+    assert make_reader(config, dataset, "test", World.single()).num_rows == 279
+    with pytest.raises(MesetaError, match="has been prepared anew since this command began"):
+        make_reader(config, dataset.model_copy(update={"seed": 5}), "test", World.single())
+
+
+# Memory
+
+
+def test_memory_counts_what_a_client_holds(tier: Tier, data: Path, tmp_path: Path) -> None:
+    def reading(document: dict[str, Any], num_ranks: int, num_rows: int) -> int:
+        config = RunConfig.model_validate(document)
+        dataset = source_of(config.data).dataset()
+        split = dataset.splits["train"].model_construct(num_rows=num_rows, num_positives=1.0, files=(), positives={})
+        dataset = dataset.model_copy(update={"splits": {**dataset.splits, "train": split}})
+        tables, features = make_specs(config, dataset)
+        outline = make_outline(config, dataset, EmbeddingBagCollection(tables, features))
+        return run_bytes(config, dataset, outline, num_ranks, 1).reading_bytes
+
+    # A sample has a label, two dense values, three ids, and some tags.
+    tags = Dataset.load(data).sparse[3].statistics.mean_pooling_factor
+    sample_bytes = 4 * (1 + 2) + 8 * (3 + tags)
+    large = {"data__shuffle_window_rows": 1_000_000, "pipeline__overlap": "off"}
+    for num_ranks, batch_size in ((1, 90), (2, 45)):
+        rows = 9 * 3 * 16_384 + 2 * batch_size
+        found = reading(served(tier, tmp_path, **large), num_ranks, 10_000_000)
+        assert found == int(rows * sample_bytes)
+    found = reading(served(tier, tmp_path, **{**large, "data__shuffle_window_rows": 1000}), 2, 10_000_000)
+    assert found == int((9 * 500 + 2 * 45) * sample_bytes)
+    assert reading(local(data, tmp_path, **large), 1, 10_000_000) == int((3_000_000 + 2 * 90) * sample_bytes)
