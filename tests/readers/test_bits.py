@@ -28,9 +28,9 @@ def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
 
 
 @given(
-    num_ranks=st.sampled_from([1, 2, 4]),
+    share=st.sampled_from([(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]),
     batch_size=st.integers(1, 700),
-    window_rows=st.integers(20, 700),
+    window_rows=st.integers(40, 700),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**31),
     last_batch=st.sampled_from(["keep", "drop", "pad"]),
@@ -39,17 +39,16 @@ def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
     negative_keep=st.sampled_from([1.0, 0.4]),
 )
 def test_batches_are_those_of_a_reader(
-    tier: Tier, jagged: Dataset, num_ranks: int, condition: str | None, **options: Any
+    tier: Tier, jagged: Dataset, share: tuple[int, int], condition: str | None, **options: Any
 ) -> None:
-    asked = ReaderOptions(filter=condition, **options)
-    for rank in range(num_ranks):
-        local = Reader(jagged, "train", asked, rank=rank, num_ranks=num_ranks)
-        served = ServedReader(tier.service, "train", asked, rank=rank, num_ranks=num_ranks)
-        assert (served.num_rows, served.num_batches, served.left_out) == (
-            local.num_rows, local.num_batches, local.left_out,
-        )  # fmt: skip
-        assert list(map(digest, served.epochs(2))) == list(map(digest, local.epochs(2)))
-        assert served.get_state() == local.get_state()
+    asked, (rank, num_ranks) = ReaderOptions(filter=condition, **options), share
+    local = Reader(jagged, "train", asked, rank=rank, num_ranks=num_ranks)
+    served = ServedReader(tier.service, "train", asked, rank=rank, num_ranks=num_ranks)
+    assert (served.num_rows, served.num_batches, served.left_out) == (
+        local.num_rows, local.num_batches, local.left_out,
+    )  # fmt: skip
+    assert list(map(digest, served.epochs(2))) == list(map(digest, local.epochs(2)))
+    assert served.get_state() == local.get_state()
 
 
 @given(
