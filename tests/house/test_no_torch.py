@@ -22,6 +22,8 @@ HEAVY_BY_MODULE = {
     "meseta.measure.doctor.examine": HEAVY,
     "meseta.data.read.cut": {"torch"},
     "meseta.data.read.decode": {"torch"},
+    "meseta.readers.dispatching": {"torch"},
+    "meseta.readers.reading": {"torch"},
 }
 
 

@@ -126,6 +126,8 @@ def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, capfd: pyte
             if draw.random() < 0.12:
                 draw.choice(what_happens)(draw)
         assert numbers == Counter((epoch, row) for epoch in range(3) for row in plain_rows(jagged))
+        for process in [processes.dispatcher, *processes.readers]:
+            assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     finally:
         processes.end()
 
