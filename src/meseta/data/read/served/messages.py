@@ -8,7 +8,7 @@ Nothing here is a state: each message holds all that its receiver needs to answe
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +27,9 @@ Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
 
 
+Received = TypeVar("Received", bound="Message")
+
+
 class Message(BaseModel):
     """Frozen; an unknown key, or a value of another type, is an error."""
 
@@ -40,7 +43,7 @@ class Message(BaseModel):
         return self.model_dump_json().encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, sender: str) -> Self:
+    def from_bytes(cls: type[Received], content: bytes, sender: str) -> Received:
         """Undo `to_bytes`. Raises MesetaError, which names the sender, for anything else."""
         if len(content) > cls.limit_bytes:
             raise MesetaError(
