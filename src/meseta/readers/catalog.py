@@ -13,6 +13,7 @@ from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.selection import Selection
 from meseta.data.read.served.messages import Counts, DatasetDescription, RowsAsked, TableRequest
+from meseta.readers.window_store import forget_oldest
 from meseta.spec import MesetaError, nearest
 
 MOST_COUNTS = 64
@@ -39,8 +40,9 @@ class Catalog:
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         """Raises MesetaError for a folder without a dataset."""
-        self.folders = dict(folders)
-        self._descriptions = {name: describe(name, Dataset.load(folder)) for name, folder in folders.items()}
+        self.folders = {name: str(folder) for name, folder in folders.items()}
+        self._datasets = {name: Dataset.load(folder) for name, folder in folders.items()}
+        self._descriptions = {name: describe(name, dataset) for name, dataset in self._datasets.items()}
         self._counts: dict[RowsAsked, Counts] = {}
         self._lock = threading.Lock()
 
@@ -60,10 +62,9 @@ class Catalog:
         self._check(rows.dataset, rows.digest)
         with self._lock:
             if rows not in self._counts:
-                split = open_split(Dataset.load(self.folders[rows.dataset]), rows)
+                split = open_split(self._datasets[rows.dataset], rows)
                 counted = split.counted
-                while len(self._counts) >= MOST_COUNTS:
-                    self._counts.pop(next(iter(self._counts)))
+                forget_oldest(self._counts, MOST_COUNTS - 1)
                 self._counts[rows] = Counts(
                     groups=tuple(counted),
                     group_rows=tuple(counted.values()),
@@ -77,7 +78,7 @@ class Catalog:
         """A file that encoding further rows takes, in pieces. Raises MesetaError for a feature without a vocabulary,
         and where the file cannot be read."""
         self._check(request.dataset, request.digest)
-        dataset = Dataset.load(self.folders[request.dataset])
+        dataset = self._datasets[request.dataset]
         paths = {feature.name: feature.vocabulary for feature in dataset.sparse if feature.vocabulary is not None}
         name = dataset.touched if request.feature is None else paths.get(request.feature)
         if name is None:

@@ -19,17 +19,17 @@ from meseta.data.read.served.messages import (
 from meseta.data.read.served.service import as_flight_error
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
+from meseta.readers.listening import OwnServer
 from meseta.spec import MesetaError
 
 ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 
 
-class DispatchServer(flight.FlightServerBase):
+class DispatchServer(OwnServer):
     """Answers trainers and readers."""
 
     def __init__(self, location: str, catalog: Catalog, leases: LeaseTable) -> None:
         super().__init__(location)
-        self.url = f"{location.rpartition(':')[0]}:{self.port}"
         self._catalog, self._leases = catalog, leases
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
@@ -42,18 +42,13 @@ class DispatchServer(flight.FlightServerBase):
             return iter([answer.to_bytes()])
         return iter([answer]) if isinstance(answer, bytes) else answer
 
-    def end(self) -> None:
-        """Serve nobody any more."""
-        self.shutdown()
-
     def status(self) -> dict[str, object]:
         """What there is, as plain data."""
         held = self._leases.num_leases()
         readers = [
             {**reader.beat.model_dump(), "num_leases": held[reader.beat.reader]} for reader in self._leases.readers()
         ]
-        datasets = {name: str(folder) for name, folder in self._catalog.folders.items()}
-        return {"datasets": datasets, "readers": readers, "num_moved": dict(self._leases.num_moved)}
+        return {"datasets": self._catalog.folders, "readers": readers, "num_moved": dict(self._leases.num_moved)}
 
     def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
         match what:
@@ -67,7 +62,7 @@ class DispatchServer(flight.FlightServerBase):
                 return self._leases.lease(LeaseRequest.from_bytes(body, sender))
             case "beat":
                 self._leases.beat(Beat.from_bytes(body, sender))
-                return BeatAnswer(datasets={name: str(folder) for name, folder in self._catalog.folders.items()})
+                return BeatAnswer(datasets=self._catalog.folders)
             case "status":
                 return json.dumps(self.status()).encode()
         raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")

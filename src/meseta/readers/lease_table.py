@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meseta.data.read.served.messages import Beat, LeaseRequest, Leases, RowsAsked, Session, WindowLease
+from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, Leases, RowsAsked, Session, WindowLease
+from meseta.readers.window_store import forget_oldest
 from meseta.spec import MesetaError
 
 LOST_S = 5.0
@@ -79,9 +80,8 @@ class LeaseTable:
             leases = self._leases_of(request)
             for trouble in request.troubles:
                 if leases.get(trouble.window) == trouble.reader:
-                    self._relieve(
-                        request.session.run, leases, trouble.window, "slow" if trouble.what == "slow" else "lost"
-                    )
+                    why = SLOW if trouble.what == SLOW else "lost"
+                    self._relieve(request.session.run, leases, trouble.window, why)
             answer = []
             for window in request.windows:
                 if leases.get(window) not in at_work:
@@ -103,8 +103,7 @@ class LeaseTable:
     def _check_attempt(self, session: Session) -> None:
         newest = self._attempts.pop(session.run, session.attempt)
         self._attempts[session.run] = max(newest, session.attempt)  # the last of them, which is forgotten last
-        while len(self._attempts) > MOST_RUNS:
-            self._attempts.pop(next(iter(self._attempts)))
+        forget_oldest(self._attempts, MOST_RUNS)
         if session.attempt < newest:
             raise MesetaError(
                 f"rank {session.rank} belongs to a former attempt at run {session.run!r}, which has been begun again; "
@@ -117,8 +116,7 @@ class LeaseTable:
         leases = self._leases.pop(order, {})
         first = min(request.windows, default=0) - KEPT_WINDOWS
         self._leases[order] = leases = {window: url for window, url in leases.items() if window >= first}
-        while len(self._leases) > MOST_RUNS:
-            self._leases.pop(next(iter(self._leases)))
+        forget_oldest(self._leases, MOST_RUNS)
         return leases
 
     def _relieve(self, run: str, leases: dict[int, str], window: int, why: str) -> None:

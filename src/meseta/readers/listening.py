@@ -13,7 +13,21 @@ from meseta.errors import one_line, shown
 from meseta.machine.remote import SCHEME
 from meseta.spec import MesetaError
 
-Server = TypeVar("Server", bound=flight.FlightServerBase)
+
+class OwnServer(flight.FlightServerBase):
+    """A server of this machine."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self.url = f"{location.rpartition(':')[0]}:{self.port}"
+        """Where it is reached."""
+
+    def end(self) -> None:
+        """Serve nobody any more."""
+        self.shutdown()
+
+
+Server = TypeVar("Server", bound=OwnServer)
 
 
 def location(listen: str) -> str:

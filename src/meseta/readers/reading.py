@@ -21,7 +21,8 @@ from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, Wind
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
 from meseta.readers.catalog import describe, open_split
-from meseta.readers.window_store import WindowStore
+from meseta.readers.listening import OwnServer
+from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
 
 BEAT_S = 1.0
@@ -39,7 +40,6 @@ class OpenSplit:
     dataset: Dataset
     files: SplitFiles
     schema: pa.Schema
-    group_rows: list[int]
 
 
 class WindowReader:
@@ -68,7 +68,7 @@ class WindowReader:
         and for a damaged file."""
         session = ticket.session
         split = self._open(session.rows)
-        order = epoch_order(split.group_rows, session.rows.options, ticket.epoch)
+        order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch)
         rank = session.rank
         if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
             raise MesetaError(f"rank {rank} of {session.num_ranks} asks for window {ticket.window} of {len(order)}")
@@ -107,8 +107,7 @@ class WindowReader:
     def _open(self, rows: RowsAsked) -> OpenSplit:
         with self._lock:
             if rows not in self._splits:
-                while len(self._splits) >= MOST_SPLITS:
-                    self._splits.pop(next(iter(self._splits)))
+                forget_oldest(self._splits, MOST_SPLITS - 1)
                 self._splits[rows] = self._opened(rows)
             return self._splits[rows]
 
@@ -125,7 +124,7 @@ class WindowReader:
         if files.group_rows != list(counts.group_rows):
             raise MesetaError(f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups; copy it anew")
         described = dataset.with_labels(rows.labels)
-        return OpenSplit(described, files, schema_of(described, counts.wide_features), files.group_rows)
+        return OpenSplit(described, files, schema_of(described, counts.wide_features))
 
 
 def _index(places: NDArray[np.int64], order: NDArray[np.int64] | None) -> NDArray[np.int64] | slice:
@@ -152,12 +151,11 @@ def num_bytes(rows: Rows) -> int:
     return sum(array.nbytes for array in [*plain, *lists] if array is not None)
 
 
-class ReadServer(flight.FlightServerBase):
+class ReadServer(OwnServer):
     """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
 
     def __init__(self, location: str, reader: WindowReader, dispatcher: Dispatcher) -> None:
         super().__init__(location)
-        self.url = f"{location.rpartition(':')[0]}:{self.port}"
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
         self._is_met = threading.Event()
@@ -207,4 +205,4 @@ class ReadServer(flight.FlightServerBase):
     def end(self) -> None:
         """Serve nobody any more."""
         self._is_over.set()
-        self.shutdown()
+        super().end()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 IDLE_S = 5.0
 """A window that nobody has taken rows from for so long makes room for others."""
@@ -19,7 +19,7 @@ Content = TypeVar("Content")
 
 
 @dataclass
-class _Held(Generic[Content]):
+class _HeldWindow(Generic[Content]):
     place: tuple[int, int]
     num_bytes: int
     """As estimated, then as it is."""
@@ -30,6 +30,12 @@ class _Held(Generic[Content]):
     num_streams: int = 0
     """Ranks that are being sent it."""
     idle_since_s: float = field(default_factory=time.monotonic)
+
+
+def forget_oldest(entries: dict[Any, Any], most: int) -> None:
+    """Leave so many entries, those that were put in last."""
+    while len(entries) > most:
+        entries.pop(next(iter(entries)))
 
 
 class WindowStore(Generic[Content]):
@@ -45,7 +51,7 @@ class WindowStore(Generic[Content]):
         self.num_again = 0
         """Windows that were decoded once more before all ranks had them."""
         self._size_of = size_of
-        self._held: dict[tuple[Hashable, tuple[int, int]], _Held[Content]] = {}
+        self._held: dict[tuple[Hashable, tuple[int, int]], _HeldWindow[Content]] = {}
         self._unfinished: dict[tuple[Hashable, tuple[int, int]], None] = {}
         self._changed = threading.Condition()
 
@@ -75,7 +81,7 @@ class WindowStore(Generic[Content]):
                 held = self._held.get(key)
             is_new = held is None
             if held is None:
-                held = self._held[key] = _Held(place, num_bytes, set(takers))
+                held = self._held[key] = _HeldWindow(place, num_bytes, set(takers))
             held.num_streams += 1
         try:
             if is_new:
@@ -97,7 +103,7 @@ class WindowStore(Generic[Content]):
                 self._changed.notify_all()
 
     def _decode(
-        self, key: tuple[Hashable, tuple[int, int]], held: _Held[Content], decode: Callable[[], Content]
+        self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content], decode: Callable[[], Content]
     ) -> None:
         try:
             content = decode()
@@ -112,11 +118,10 @@ class WindowStore(Generic[Content]):
             self.num_decoded += 1
             self.num_again += key in self._unfinished
             self._unfinished[key] = None
-            while len(self._unfinished) > MOST_UNFINISHED:
-                self._unfinished.pop(next(iter(self._unfinished)))
+            forget_oldest(self._unfinished, MOST_UNFINISHED)
             self._changed.notify_all()
 
-    def _drop(self, key: tuple[Hashable, tuple[int, int]], held: _Held[Content]) -> None:
+    def _drop(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content]) -> None:
         if self._held.get(key) is held:
             del self._held[key]
 

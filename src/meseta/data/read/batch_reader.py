@@ -78,6 +78,12 @@ class Batches(Iterator[Batch]):
         self._end_waiting()  # the thread ends with its Prefetch
 
 
+def check_rank(rank: int, num_ranks: int) -> None:
+    """Raise MesetaError for a rank that there is not."""
+    if not 0 <= rank < num_ranks:
+        raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
+
+
 class BatchReader(ABC):
     """Batches of one split for one rank, from a position on.
 

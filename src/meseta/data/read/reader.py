@@ -6,13 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader, Waits
+from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
 from meseta.data.read.cut import EpochRows
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
 from meseta.data.read.selection import Selection
-from meseta.spec import MesetaError
 
 
 class Reader(BatchReader):
@@ -29,8 +28,7 @@ class Reader(BatchReader):
         Raises MesetaError for a bad rank, for a filter that does not fit the data, and for a file that is missing,
         damaged or not what dataset.json says.
         """
-        if not 0 <= rank < num_ranks:
-            raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
+        check_rank(rank, num_ranks)
         dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
         selection = Selection(dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed)
         self._files = SplitFiles(dataset, split, selection)

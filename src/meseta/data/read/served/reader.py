@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader, Waits
+from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
 from meseta.data.read.selection import LeftOut
@@ -19,7 +19,6 @@ from meseta.data.read.served.messages import (
 from meseta.data.read.served.record_batches import schema_of
 from meseta.data.read.served.service import Dispatcher
 from meseta.data.read.served.windows import EpochAsked, ServedRows
-from meseta.errors import MesetaError
 
 GIVE_UP_S = 300.0
 """Where nobody says more."""
@@ -67,8 +66,7 @@ class ServedReader(BatchReader):
 
         Raises MesetaError for a bad rank, a dispatcher that does not answer, and whatever it refuses.
         """
-        if not 0 <= rank < num_ranks:
-            raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
+        check_rank(rank, num_ranks)
         self._dispatcher = Dispatcher(service.url)
         description = self._dispatcher.describe(service.dataset)
         described = dataset_of(description, service.url).with_labels(labels)

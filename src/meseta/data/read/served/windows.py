@@ -249,7 +249,7 @@ class ServedRows:
 
     def _next_rows(self, index: int, window: ComingWindow) -> ReceivedRows:
         """Rows of window `index` that have not come yet, from whoever has them."""
-        wait = _Wait(index, self._give_up_s)
+        wait = _WindowWait(index, self._give_up_s)
         while True:
             came = None if window.stream is None else window.stream.next(self._waits)
             if isinstance(came, ReceivedRows):
@@ -265,7 +265,7 @@ class ServedRows:
             if window.stream is None:
                 self._waits.sleep(TRY_AGAIN_S)
 
-    def _find_another(self, index: int, window: ComingWindow, came: Exception | None, wait: _Wait) -> None:
+    def _find_another(self, index: int, window: ComingWindow, came: Exception | None, wait: _WindowWait) -> None:
         """Ask for window `index` again, where its reader has failed, is slow, or has lost it."""
         if window.stream is None:
             return self._open()
@@ -281,7 +281,7 @@ class ServedRows:
         return None
 
 
-class _Wait:
+class _WindowWait:
     """How long rows of a window are waited for, and why."""
 
     def __init__(self, window: int, give_up_s: float) -> None:
