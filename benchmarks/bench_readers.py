@@ -39,6 +39,8 @@ print(json.dumps([num_rows, elapsed, processor_s() - used]))
 """
 OURS = """
 import torch; torch.set_num_threads(1)
+from meseta.ops.allocator import keep_freed_memory
+keep_freed_memory()  # as training does
 from meseta.data import Reader, ReaderOptions
 from meseta.data.read.served.reader import Run, ServedReader, Service
 rank, num_ranks = int(sys.argv[3]), int(sys.argv[4])

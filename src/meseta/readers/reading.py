@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.cut import BatchCut
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
-from meseta.data.read.rows import Rows
+from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
@@ -29,6 +30,8 @@ BEAT_S = 1.0
 """Between signs of life."""
 BUFFER_BYTES = 512 << 20
 """Of decoded windows, where nobody says more."""
+LEAST_RUN = 256
+"""Rows, on average, that are copied as slices; shorter ones are gathered row by row."""
 MOST_SPLITS = 16
 """Splits, and choices of their rows, that are held open."""
 
@@ -68,7 +71,7 @@ class WindowReader:
         and for a damaged file."""
         session = ticket.session
         split = self._open(session.rows)
-        order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch)
+        order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch, is_served=True)
         rank = session.rank
         if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
             raise MesetaError(f"rank {rank} of {session.num_ranks} asks for window {ticket.window} of {len(order)}")
@@ -80,21 +83,19 @@ class WindowReader:
             rank=rank,
             num_ranks=session.num_ranks,
         )
-        wanted, owners = cut.owners(ticket.begin, start, stop)
-        takers = set(np.unique(owners).tolist())
-        if rank not in takers:
+        if not cut.num_rows_between(ticket.begin, start, stop):
             return
         with self.windows.window(
             (session.run, session.attempt, session.num_ranks, session.rows),
             (ticket.epoch, ticket.window),
-            takers,
+            takers_of(cut, ticket.begin, start, stop),
             rank,
             (stop - start) * _row_bytes(split.dataset),
             lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
         ) as (window, rows):
-            places = wanted[owners == rank][ticket.num_had :] - start
+            places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
-                taken = rows.take(_index(places[at : at + MOST_ROWS], window.rows))
+                taken = _taken(rows, places[at : at + MOST_ROWS], window.rows)
                 yield to_record_batch(taken, split.dataset, split.schema)
 
     def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> tuple[Window, Rows]:
@@ -127,12 +128,26 @@ class WindowReader:
         return OpenSplit(described, files, schema_of(described, counts.wide_features))
 
 
-def _index(places: NDArray[np.int64], order: NDArray[np.int64] | None) -> NDArray[np.int64] | slice:
-    """Rows of a window by their places in its order."""
+def takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[int]:
+    """Ranks that have any of the rows start..stop-1."""
+    return _takers_of(replace(cut, rank=0), begin, start, stop)
+
+
+@lru_cache(maxsize=1024)  # the same for all ranks
+def _takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[int]:
+    ranks = range(cut.num_ranks)
+    return frozenset(rank for rank in ranks if replace(cut, rank=rank).num_rows_between(begin, start, stop))
+
+
+def _taken(rows: Rows, places: NDArray[np.int64], order: NDArray[np.int64] | None) -> Rows:
+    """Rows of a window by their places in its order; those that lie side by side in one piece."""
     if order is not None:
-        return order[places]
-    is_together = places[-1] - places[0] + 1 == places.size
-    return slice(int(places[0]), int(places[-1]) + 1) if is_together else places
+        return rows.take(order[places])
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    if breaks.size * LEAST_RUN > places.size:
+        return rows.take(places)
+    runs = np.split(places, breaks)
+    return concatenate([rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in runs])
 
 
 def _row_bytes(dataset: Dataset) -> int:

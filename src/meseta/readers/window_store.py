@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -66,7 +66,7 @@ class WindowStore(Generic[Content]):
         self,
         order: Hashable,
         place: tuple[int, int],
-        takers: set[int],
+        takers: Collection[int],
         taker: int,
         num_bytes: int,
         decode: Callable[[], Content],

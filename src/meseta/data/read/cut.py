@@ -101,22 +101,31 @@ class BatchCut:
 
     def rows_between(self, begin: int, first: int, last: int) -> NDArray[np.int64]:
         """Which of the rows first..last-1 are this rank's [n], ascending, where batches begin at row `begin`."""
-        rows, owners = self.owners(begin, first, last)
-        return rows if self.num_ranks == 1 else rows[owners == self.rank]
+        starts, lengths = self._runs_between(begin, first, last)
+        before = np.cumsum(lengths) - lengths
+        return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
-    def owners(self, begin: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Those of the rows first..last-1 that are in a batch [n], and the ranks they go to [n], where batches begin at
-        row `begin`."""
+    def num_rows_between(self, begin: int, first: int, last: int) -> int:
+        """How many those are."""
+        return int(self._runs_between(begin, first, last)[1].sum())
+
+    def _runs_between(self, begin: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """This rank's slice of each batch that has any of the rows first..last-1: where it begins among them, and how
+        many of them it has."""
         end = begin + min(self.num_batches_from(begin) * self.batch_size, self.num_rows - begin)
-        rows = np.arange(max(first, begin), max(min(last, end), first, begin))
-        if self.num_ranks == 1:
-            return rows, np.zeros_like(rows)
-        number, place = np.divmod(rows - begin, self.batch_size)
-        last_size = self.batch_size if self.last_batch == "pad" else (end - begin) % self.batch_size
-        sizes = np.where(number == (end - begin) // self.batch_size, last_size, self.batch_size)
-        share, more = np.divmod(sizes, self.num_ranks)  # the first `more` ranks have one sample more, see slice_of
-        behind = place - more * (share + 1)
-        return rows, np.where(behind < 0, place // (share + 1), more + behind // np.maximum(share, 1))
+        first, last = max(first, begin), min(last, end)
+        batches = np.arange((first - begin) // self.batch_size, -(-(last - begin) // self.batch_size))
+        start = begin + batches * self.batch_size
+        sizes = (
+            np.full(batches.size, self.batch_size)
+            if self.last_batch == "pad"
+            else np.minimum(self.batch_size, self.num_rows - start)
+        )
+        share, more = np.divmod(sizes, self.num_ranks)  # as slice_of
+        starts = start + self.rank * share + np.minimum(self.rank, more)
+        stops = np.clip(starts + share + (self.rank < more), first, max(first, last))
+        starts = np.clip(starts, first, max(first, last))
+        return starts, stops - starts
 
 
 def slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:

@@ -80,9 +80,11 @@ class EpochOrder:
         return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)
 
 
-def epoch_order(group_rows: Sequence[int], options: ReaderOptions, epoch: int) -> EpochOrder:
-    """The order of rows in one epoch; where they are not shuffled each row group is a window, which stays in the
-    caches."""
+def epoch_order(
+    group_rows: Sequence[int], options: ReaderOptions, epoch: int, *, is_served: bool = False
+) -> EpochOrder:
+    """The order of rows in one epoch. Where they are not shuffled, and are decoded where they are used, each row group
+    is a window, which stays in the caches; what is served (`is_served`) costs something for each window."""
     if options.shuffle:
         return EpochOrder(group_rows, options.window_rows, (options.seed, epoch))
-    return EpochOrder(group_rows, 1, None)
+    return EpochOrder(group_rows, options.window_rows if is_served else 1, None)

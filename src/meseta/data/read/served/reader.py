@@ -97,7 +97,7 @@ class ServedReader(BatchReader):
             dataset=self.dataset,
             schema=self._schema,
         )
-        order = epoch_order(self._group_rows, self.options, epoch)
+        order = epoch_order(self._group_rows, self.options, epoch, is_served=True)
         return ServedRows(order, self._cut, asked, self._dispatcher, waits, self._give_up_s)
 
 

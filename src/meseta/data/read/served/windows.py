@@ -221,7 +221,7 @@ class ServedRows:
         """Window `index`; those behind it that are worth asking for are asked for too."""
         was_next = self._next
         while self._next < len(self._order) and self._next <= index + self._num_ahead:
-            num_rows = self._cut.rows_between(self._asked.begin, *self._order.bounds(self._next)).size
+            num_rows = self._cut.num_rows_between(self._asked.begin, *self._order.bounds(self._next))
             if num_rows:
                 self._windows[self._next] = ComingWindow(num_rows)
             self._next += 1
