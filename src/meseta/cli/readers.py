@@ -62,8 +62,9 @@ def work(
     """Decode rows for trainers, which the dispatcher sends here."""
     from meseta.data.read.served.service import Dispatcher
     from meseta.readers.listening import location, serving
-    from meseta.readers.reading import ReadServer, WindowReader
+    from meseta.readers.reading import ReadServer, WindowReader, give_back_memory
 
+    give_back_memory()
     known = Dispatcher(dispatcher)
     reader = WindowReader(known, buffer_mb * 1_000_000)
     with serving(lambda: ReadServer(location(listen), reader, known), listen) as server:

@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 
 _NICENESS = 10
 """A tenth of the processor time that a thread has which does not give way."""
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+"""As malloc.h has them."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +151,11 @@ def give_back_freed_memory() -> None:
     does not come again soon."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def give_back_large_blocks() -> None:
+    """From now on hand blocks of 2 MB and more back to the system as soon as they are freed, and let all threads share
+    two heaps, where the C library asks (glibc): for a process of many threads that hold much for moments."""
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+        set_option(_M_MMAP_THRESHOLD, 2 << 20)
+        set_option(_M_ARENA_MAX, 2)

@@ -21,6 +21,7 @@ from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
+from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import OwnServer
 from meseta.readers.window_store import WindowStore, forget_oldest
@@ -43,6 +44,13 @@ class OpenSplit:
     dataset: Dataset
     files: SplitFiles
     schema: pa.Schema
+
+
+def give_back_memory() -> None:
+    """Let this process hold windows and little else: Arrow's own allocator, and the C library's, keep what they are
+    given back. To be called before threads are made."""
+    give_back_large_blocks()
+    pa.set_memory_pool(pa.system_memory_pool())
 
 
 class WindowReader:
@@ -212,6 +220,7 @@ class ReadServer(OwnServer):
                     print(f"readers: {error}; trying again", flush=True)
                 is_told = True
             self._is_over.wait(BEAT_S)
+            give_back_freed_memory()
 
     def meet(self, timeout_s: float | None = None) -> bool:
         """Wait until the dispatcher knows of this reader; returns whether it does."""
