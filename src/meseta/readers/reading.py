@@ -17,11 +17,12 @@ from meseta.data.read.cut import BatchCut
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows
+from meseta.data.read.served.connection import Unreachable, as_flight_error
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
-from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
+from meseta.data.read.served.service import Dispatcher
 from meseta.readers.catalog import describe, open_split
-from meseta.readers.listening import OwnServer
+from meseta.readers.listening import OwnServer, Place
 from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
 
@@ -154,8 +155,8 @@ def num_bytes(rows: Rows) -> int:
 class ReadServer(OwnServer):
     """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
 
-    def __init__(self, location: str, reader: WindowReader, dispatcher: Dispatcher) -> None:
-        super().__init__(location)
+    def __init__(self, place: Place, reader: WindowReader, dispatcher: Dispatcher) -> None:
+        super().__init__(place)
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
         self._is_met = threading.Event()
