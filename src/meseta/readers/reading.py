@@ -92,11 +92,11 @@ class WindowReader:
             rank,
             (stop - start) * _row_bytes(split.dataset),
             lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
-        ) as (window, rows):
+        ) as content:
             places = wanted[owners == rank][ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
-                taken = rows.take(_index(places[at : at + MOST_ROWS], window.rows))
-                yield to_record_batch(taken, split.dataset, split.schema)
+                # No name here holds the window while a trainer takes its time.
+                yield to_record_batch(_taken(*content(), places[at : at + MOST_ROWS]), split.dataset, split.schema)
 
     def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> tuple[Window, Rows]:
         window = order.window(index)
@@ -128,12 +128,13 @@ class WindowReader:
         return OpenSplit(described, files, schema_of(described, counts.wide_features))
 
 
-def _index(places: NDArray[np.int64], order: NDArray[np.int64] | None) -> NDArray[np.int64] | slice:
-    """Rows of a window by their places in its order."""
-    if order is not None:
-        return order[places]
-    is_together = places[-1] - places[0] + 1 == places.size
-    return slice(int(places[0]), int(places[-1]) + 1) if is_together else places
+def _taken(window: Window, rows: Rows, places: NDArray[np.int64]) -> Rows:
+    """Rows of a window by their places in its order, in memory of their own."""
+    if window.rows is not None:
+        return rows.take(window.rows[places])
+    if places[-1] - places[0] + 1 == places.size:
+        return rows.take(slice(int(places[0]), int(places[-1]) + 1)).copy()
+    return rows.take(places)
 
 
 def _row_bytes(dataset: Dataset) -> int:
