@@ -151,7 +151,7 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url).describe("click")
+    description = Dispatcher(tier.dispatcher.url, tier.place.keys).describe("click")
     session = Session(
         rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )

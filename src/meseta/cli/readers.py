@@ -122,7 +122,7 @@ def keys(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name or address of a host with a dispatcher or a reader; *.NAME: all below it. "
+            help="Name or address of a host with a dispatcher or a reader; *.NAME.DOMAIN: all below it. "
             "Default: this machine, as localhost, 127.0.0.1 and by its name."
         ),
     ] = None,

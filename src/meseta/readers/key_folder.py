@@ -34,8 +34,9 @@ _SIGNS = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-HOST_PATTERN = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?){1,16}")
-"""A name of DNS, whose first part may be any."""
+_LABEL = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+HOST_PATTERN = re.compile(rf"{_LABEL}(\.{_LABEL})*|\*(\.{_LABEL}){{2,}}")
+"""A name of DNS; below a domain, the first part of it may be any."""
 
 
 def make_keys(folder: Path, hosts: Sequence[str], days: int) -> None:

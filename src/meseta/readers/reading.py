@@ -160,7 +160,8 @@ class ReadServer(OwnServer):
         super().__init__(place)
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
-        self._is_met = threading.Event()
+        self._is_answered = threading.Event()
+        self._refusal: MesetaError | None = None
         threading.Thread(target=self._beat, name="meseta-beat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
@@ -192,17 +193,25 @@ class ReadServer(OwnServer):
             try:
                 answer = self._dispatcher.beat(beat)
                 self._reader.set_folders({name: Path(folder) for name, folder in answer.datasets.items()})
-                self._is_met.set()
-                is_told = False
+                self._refusal, is_told = None, False
+                self._is_answered.set()
             except MesetaError as error:
+                is_refused = not isinstance(error, Unreachable)
+                if is_refused:
+                    self._refusal = error
+                    self._is_answered.set()
                 if not is_told:
-                    print(f"readers: {error}; trying again", flush=True)
+                    print(f"readers: {error}{'' if is_refused else '; trying again'}", flush=True)
                 is_told = True
             self._is_over.wait(BEAT_S)
 
     def meet(self, timeout_s: float | None = None) -> bool:
-        """Wait until the dispatcher knows of this reader; returns whether it does."""
-        return self._is_met.wait(timeout_s)
+        """Wait until the dispatcher has answered this reader; returns whether it has. Raises MesetaError where it has
+        refused to."""
+        is_answered = self._is_answered.wait(timeout_s)
+        if self._refusal is not None:
+            raise self._refusal
+        return is_answered
 
     def end(self) -> None:
         """Serve nobody any more."""

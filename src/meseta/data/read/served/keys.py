@@ -65,6 +65,7 @@ class Keys:
     def checking(self) -> ssl.SSLContext:
         """How those who ask check a server, and show who they are. Raises MesetaError for a damaged file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])  # or servers of gRPC end the connection
         _trust(context, self.certificate, self.folder / CERTIFICATE)
         _show(context, self.folder / CLIENT, self.folder / CLIENT)
         return context
