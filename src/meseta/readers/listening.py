@@ -75,7 +75,7 @@ def _is_every(host: str) -> bool:
         return False
 
 
-class Gate(flight.ServerMiddlewareFactory):
+class Doorkeeper(flight.ServerMiddlewareFactory):
     """Lets calls with the token in, and not too many at a time, before what they ask is read."""
 
     def __init__(self, keys: ServerKeys | None) -> None:
@@ -93,7 +93,7 @@ class Gate(flight.ServerMiddlewareFactory):
             if self._num_calls >= MOST_CALLS:
                 raise flight.FlightServerError(f"{MOST_CALLS:,} calls are being answered, the most at a time")
             self._num_calls += 1
-        return _Call(self)
+        return _CountedCall(self)
 
     def leave(self) -> None:
         """A call has ended."""
@@ -101,19 +101,19 @@ class Gate(flight.ServerMiddlewareFactory):
             self._num_calls -= 1
 
 
-class _Call(flight.ServerMiddleware):
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+class _CountedCall(flight.ServerMiddleware):
+    def __init__(self, doorkeeper: Doorkeeper) -> None:
+        self._doorkeeper = doorkeeper
 
     def call_completed(self, exception: Exception | None) -> None:
-        self._gate.leave()
+        self._doorkeeper.leave()
 
 
 class OwnServer(flight.FlightServerBase):
     """A server at a place."""
 
     def __init__(self, place: Place) -> None:
-        options: dict[str, Any] = {"middleware": {"gate": Gate(place.keys)}}
+        options: dict[str, Any] = {"middleware": {"doorkeeper": Doorkeeper(place.keys)}}
         if place.keys is not None:
             # Who has no certificate is refused before a byte of a message is taken: gRPC reads one whole, however
             # large, before it asks anybody what to do with it.

@@ -19,9 +19,14 @@ variables.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would 
 
 PROBE_S = 2.0
 """How long it may take to find out why a call has failed."""
-KEEPALIVE = [("grpc.keepalive_time_ms", 300_000), ("grpc.keepalive_timeout_ms", 10_000)]
+CHANNEL = [
+    ("grpc.keepalive_time_ms", 300_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
 """After how long without a word a call asks whether the other side is there: servers of gRPC end the connections of
-those who ask more often. What has been sent and is not acknowledged in the second of both ends a connection, too."""
+those who ask more often. What was sent and is not acknowledged within the second of them ends a connection, too, which
+finds out who has gone without a word; and so often one that does not come about is tried again."""
 
 
 class Unreachable(MesetaError):
@@ -45,7 +50,7 @@ class Connection:
         tls = {}
         if keys is not None:
             tls = {"tls_root_certs": keys.certificate, "cert_chain": keys.client, "private_key": keys.client}
-        self.client = flight.connect(url, generic_options=KEEPALIVE, **tls)
+        self.client = flight.connect(url, generic_options=CHANNEL, **tls)
 
     def __str__(self) -> str:
         return f"{self._kind} {self.url}"
