@@ -178,6 +178,14 @@ def no_dispatcher(place: Place) -> list[Any]:
     return place.train("data.dir=null", "data.service.url=grpc://127.0.0.1:1")
 
 
+def no_keys(place: Place) -> list[Any]:
+    return place.train("data.dir=null", "data.service.url=grpc+tls://127.0.0.1:1")
+
+
+def keys_that_are_not_there(place: Place) -> list[Any]:
+    return place.train("data.dir=null", "data.service.url=grpc+tls://127.0.0.1:1", "data.service.keys=nowhere")
+
+
 def split_at_readers(place: Place) -> list[Any]:
     config = place.run() / "config.yaml"
     document = yaml.safe_load(config.read_text())
@@ -325,6 +333,7 @@ PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
+TRAINING += (no_keys, keys_that_are_not_there)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)

@@ -127,9 +127,9 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ),
         (
             "data.service.url=https://h:1",
-            ["key 'data.service.url': readers: an address is grpc://HOST:PORT, got"],
+            ["key 'data.service.url': readers: an address is grpc://HOST:PORT, or"],
         ),
-        ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc://HOST:PORT, got 'grpc://h'"]),
+        ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc+tls://HOST:PORT, got 'grpc://h'"]),
         ("data.service.url=grpc://h:port", ["key 'data.service.url'", "grpc://HOST:PORT"]),
         ("data.service.url=grpc://h:1/path", ["key 'data.service.url'", "grpc://HOST:PORT"]),
         ("data.service.give_up_s=0", ["key 'data.service.give_up_s'", "greater than 0, got 0"]),

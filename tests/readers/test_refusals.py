@@ -20,12 +20,13 @@ from pyarrow import flight
 from data.test_reader import make_dataset
 from meseta.data import Dataset, ReaderOptions
 from meseta.data.read.rows import Rows
+from meseta.data.read.served.connection import Unreachable
 from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, RowsAsked, Session, WindowTicket
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
-from meseta.data.read.served.service import Dispatcher, Unreachable
+from meseta.data.read.served.service import Dispatcher
 from meseta.machine.remote import checked_url
-from meseta.readers.listening import location
+from meseta.readers.listening import Place
 from meseta.spec import MesetaError
 from readers.tier import Tier, running
 from sampling import sample
@@ -59,8 +60,8 @@ def tier(jagged: Dataset) -> Iterator[Tier]:
 )
 def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
-        location(listen)
-    assert location("localhost:80") == "grpc://127.0.0.1:80"
+        Place.of(listen)
+    assert Place.of("localhost:80") == Place(port=80)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url).describe("click")
+    description = Dispatcher(tier.dispatcher.url, tier.place.keys).describe("click")
     session = Session(
         rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )

@@ -35,7 +35,7 @@ def take(
     with store.window("order", place, set(range(takers)), rank, SIZE, lambda: decoded(place)) as content:
         if hold is not None:
             assert hold.wait(10)
-        return content
+        return content()
 
 
 def store_of(windows: int) -> WindowStore[str]:
@@ -83,6 +83,31 @@ def test_what_nobody_comes_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> No
     take(store, decoded, 2)
     take(store, decoded, 1, rank=1, takers=2)
     assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_again == 1
+
+
+def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its window makes room for others, and is decoded again when it moves."""
+    monkeypatch.setattr(window_store, "STILL_S", 0.3)
+    store, decoded = store_of(1), Decoded()
+    with store.window("order", (0, 1), {0}, 0, SIZE, lambda: decoded((0, 1))) as content:
+        first = content()
+        began_s = time.monotonic()
+        take(store, decoded, 2)  # of whom rows are taken
+        assert time.monotonic() - began_s > 0.2 and store.held_bytes == 0
+        assert content() == first
+        assert store.held_bytes == SIZE
+    assert decoded == [(0, 1), (0, 2), (0, 1)] and (store.held_bytes, store.num_again) == (0, 1)
+
+
+def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_store, "STILL_S", 0.5)
+    store, decoded, pool = store_of(1), Decoded(), ThreadPoolExecutor(1)
+    with pool, store.window("order", (0, 1), {0}, 0, SIZE, lambda: decoded((0, 1))) as content:
+        later = pool.submit(take, store, decoded, 2)
+        for _ in range(10):
+            time.sleep(0.1)
+            assert content() and not later.done()
+    assert later.result(10) and decoded == [(0, 1), (0, 2)]
 
 
 def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from meseta.data import Batch
+from meseta.data.read.served.keys import ServerKeys
 from meseta.data.read.served.reader import Service
 from meseta.data.read.served.service import Dispatcher
 from meseta.readers.catalog import Catalog
 from meseta.readers.dispatching import DispatchServer
 from meseta.readers.lease_table import LeaseTable
+from meseta.readers.listening import Place
 from meseta.readers.reading import BUFFER_BYTES, ReadServer, WindowReader
-
-ANYWHERE = "grpc://127.0.0.1:0"
 
 
 @dataclass
@@ -26,27 +26,31 @@ class Tier:
 
     dispatcher: DispatchServer
     leases: LeaseTable
+    place: Place
     readers: list[ReadServer] = field(default_factory=list)
 
     @property
     def service(self) -> Service:
-        return Service(url=self.dispatcher.url, give_up_s=20.0)
+        keys = None if self.place.keys is None else self.place.keys.folder
+        return Service(url=self.dispatcher.url, keys=keys, give_up_s=20.0)
 
     def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
         """One more, which the dispatcher knows."""
-        dispatcher = Dispatcher(self.dispatcher.url)
-        server = ReadServer(ANYWHERE, WindowReader(dispatcher, buffer_bytes), dispatcher)
+        dispatcher = Dispatcher(self.dispatcher.url, self.place.keys)
+        server = ReadServer(self.place, WindowReader(dispatcher, buffer_bytes), dispatcher)
         server.meet()
         self.readers.append(server)
         return server
 
 
 @contextmanager
-def running(folders: Mapping[str, Path], num_readers: int, **options: Any) -> Iterator[Tier]:
+def running(
+    folders: Mapping[str, Path], num_readers: int, keys: ServerKeys | None = None, **options: Any
+) -> Iterator[Tier]:
     """A dispatcher of these datasets, and readers."""
     with ExitStack() as stack:
-        leases = LeaseTable()
-        tier = Tier(DispatchServer(ANYWHERE, Catalog(folders), leases), leases)
+        leases, place = LeaseTable(), Place(keys=keys)
+        tier = Tier(DispatchServer(place, Catalog(folders), leases), leases, place)
         stack.callback(tier.dispatcher.shutdown)
         stack.callback(lambda: [reader.end() for reader in tier.readers])
         for _ in range(num_readers):

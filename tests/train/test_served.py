@@ -20,9 +20,11 @@ from meseta.config import RunConfig
 from meseta.data import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.read.served import service
+from meseta.data.read.served.keys import CLIENT, KEY, TOKEN, ServerKeys
 from meseta.data.read.served.messages import TableRequest
 from meseta.data.read.served.service import Dispatcher
 from meseta.embedding import EmbeddingBagCollection
+from meseta.readers.key_folder import make_keys
 from meseta.spec import MesetaError
 from meseta.train.setup.build import make_reader
 from meseta.train.setup.memory import run_bytes
@@ -96,6 +98,24 @@ def test_a_run_ends_with_the_same_bits(
     before, now = Dataset.load(expected), Dataset.load(run)
     assert now.to_dict() == before.to_dict()
     assert (run / "touched.parquet").read_bytes() == (data / "touched.parquet").read_bytes()
+
+
+def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys, short = tmp_path / "keys", {"train__max_steps": 12}
+    make_keys(keys, ["127.0.0.1"], days=2)
+    train(local(data, tmp_path / "expected", **short))
+    with running({"click": data}, 2, ServerKeys.load(keys)) as tier:
+        document = served(tier, tmp_path / "run", **short)
+        document["data"]["service"]["keys"] = str(keys)
+        train(document)
+    assert final_checksum(tmp_path / "run") == final_checksum(tmp_path / "expected")
+    assert f"keys: {keys}" in (tmp_path / "run/config.yaml").read_text()
+    secrets = [(keys / name).read_bytes().strip() for name in (TOKEN, CLIENT, KEY)]
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    for text in (*written, *(stream.encode() for stream in capfd.readouterr())):
+        assert not [secret for secret in secrets if secret in text]
 
 
 def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Path) -> None:

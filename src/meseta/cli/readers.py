@@ -15,7 +15,20 @@ from meseta.machine.processes import leave_at_once
 
 app = typer.Typer(help="Read data in processes of their own, for trainers that ask for rows.", no_args_is_help=True)
 
-Listen = Annotated[str, typer.Option(help="HOST:PORT of this machine; port 0: any that is free.")]
+Listen = Annotated[
+    str,
+    typer.Option(help="HOST:PORT of this machine; port 0: any that is free. With keys others may reach it."),
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(metavar="HOST", help="How others call this machine; default: as --listen does, or by its name."),
+]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys", metavar="DIR", help="Folder of `meseta readers keys`, by which all that travels is encrypted."
+    ),
+]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", help="End when standard input does.")]
 
 
@@ -30,13 +43,15 @@ def dispatch(
         list[str], typer.Option(help="Folder of a dataset, or NAME=FOLDER; once for each that may be asked for.")
     ],
     listen: Listen = "127.0.0.1:7077",
+    advertise: Advertise = None,
+    keys: KeysOption = None,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
     """Tell trainers what there is to read, and which reader has which window."""
     from meseta.readers.catalog import Catalog
     from meseta.readers.dispatching import DispatchServer
     from meseta.readers.lease_table import LeaseTable
-    from meseta.readers.listening import location, serving
+    from meseta.readers.listening import Place, serving
 
     folders: dict[str, Path] = {}
     for text in data:
@@ -44,10 +59,10 @@ def dispatch(
         if name in folders:
             raise MesetaError(f"--data names {name!r} twice; give one of them another name, as in NAME=FOLDER")
         folders[name] = folder
-    catalog = Catalog(folders)
-    with serving(lambda: DispatchServer(location(listen), catalog, LeaseTable()), listen) as server:
+    place, catalog = Place.of(listen, advertise, keys), Catalog(folders)
+    with serving(lambda: DispatchServer(place, catalog, LeaseTable()), listen) as server:
         names = ", ".join(folders)
-        way = f"meseta readers work --dispatcher {server.url}"
+        way = f"meseta readers work --dispatcher {server.url}" + f" --keys {keys}" * (keys is not None)
         print(f"dispatcher at {server.url}, with {names}; readers: {way}", flush=True)
         _wait(until_stdin_ends)
 
@@ -56,18 +71,21 @@ def dispatch(
 def work(
     dispatcher: Annotated[str, typer.Option(help="URL of the dispatcher, such as grpc://127.0.0.1:7077.")],
     listen: Listen = "127.0.0.1:0",
+    advertise: Advertise = None,
+    keys: KeysOption = None,
     buffer_mb: Annotated[int, typer.Option(min=1, help="Decoded windows that it holds, in MB.")] = 512,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
     """Decode rows for trainers, which the dispatcher sends here."""
     from meseta.data.read.served.service import Dispatcher
-    from meseta.readers.listening import location, serving
+    from meseta.readers.listening import Place, serving
     from meseta.readers.reading import ReadServer, WindowReader, give_back_memory
 
     give_back_memory()
-    known = Dispatcher(dispatcher)
+    place = Place.of(listen, advertise, keys)
+    known = Dispatcher(dispatcher, place.keys)
     reader = WindowReader(known, buffer_mb * 1_000_000)
-    with serving(lambda: ReadServer(location(listen), reader, known), listen) as server:
+    with serving(lambda: ReadServer(place, reader, known), listen) as server:
         if server.meet(3.0):
             print(f"reader at {server.url}, for the dispatcher at {dispatcher}", flush=True)
         _wait(until_stdin_ends)
@@ -76,14 +94,15 @@ def work(
 @app.command()
 def status(
     dispatcher: Annotated[str, typer.Argument(help="URL of the dispatcher.")],
+    keys: KeysOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Readers that are there, what they hold and have decoded, and windows that went to another one."""
-    from meseta.data.read.served.service import Dispatcher
+    from meseta.data.read.served.reader import Service
     from meseta.machine.files import parse_json
     from meseta.telemetry.shown import byte_size, count
 
-    text = Dispatcher(dispatcher).status().decode()
+    text = Service(url=dispatcher, keys=keys).dispatcher().status().decode()
     if as_json:
         print(text)
         return
@@ -96,6 +115,31 @@ def status(
         print(f"reader {reader['reader']}: {reader['num_leases']} windows leased, {held} of {most} held; "
               f"{rows} rows in {windows} windows decoded, {count(reader['num_again'])} of them again")  # fmt: skip
     print(f"{len(found['readers'])} readers; windows that went to another one: {_moved(found['num_moved'])}")
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is not there yet.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name or address of a host with a dispatcher or a reader; *.NAME.DOMAIN: all below it. "
+            "Default: this machine, as localhost, 127.0.0.1 and by its name."
+        ),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="For which they are valid.")] = 730,
+) -> None:
+    """Make what dispatchers, readers and trainers know each other by, so that they may be on several hosts.
+
+    Copy the whole folder to hosts of dispatchers and readers (`scp -pr`, which keeps its files from others), for --keys
+    DIR; and all of it but key.pem to those of trainers, for data.service.keys=DIR. key.pem, client.pem and token are
+    secrets, and no command reads one that others may read.
+    """
+    from meseta.readers.key_folder import make_keys, own_hosts
+
+    hosts = host or own_hosts()
+    make_keys(folder, hosts, days)
+    print(f"keys in {folder}, for {', '.join(hosts)}: for dispatchers and readers; trainers get all but key.pem")
 
 
 def _moved(num_moved: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ from meseta.config.model import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
-from meseta.machine.remote import Location, checked_url, is_url, locate
+from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
@@ -24,6 +24,8 @@ from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 class ServiceConfig(Section):
     url: str | None = None
     """Address of a dispatcher, such as grpc://127.0.0.1:7077; None: data.dir is read."""
+    keys: Path | None = None
+    """Folder of keys, as `meseta readers keys` makes it, by which the address is grpc+tls://HOST:PORT."""
     dataset: str | None = Field(default=None, min_length=1, max_length=1024)
     """Name of the dataset there; None: the only one."""
     give_up_s: float = Field(default=300.0, gt=0)
@@ -36,6 +38,15 @@ class ServiceConfig(Section):
             return None if value is None else checked_url(value)
         except MesetaError as error:
             raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _is_encrypted_by_keys(self) -> ServiceConfig:
+        if self.url is not None:
+            try:
+                check_encryption(self.url, has_keys=self.keys is not None)
+            except MesetaError as error:
+                raise ValueError(str(error)) from None
+        return self
 
 
 class DataConfig(Section):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pyarrow import flight
 
+from meseta.data.read.served.connection import as_flight_error
 from meseta.data.read.served.messages import (
     Beat,
     BeatAnswer,
@@ -16,10 +17,9 @@ from meseta.data.read.served.messages import (
     Message,
     TableRequest,
 )
-from meseta.data.read.served.service import as_flight_error
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import OwnServer
+from meseta.readers.listening import OwnServer, Place
 from meseta.spec import MesetaError
 
 ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
@@ -28,8 +28,8 @@ ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 class DispatchServer(OwnServer):
     """Answers trainers and readers."""
 
-    def __init__(self, location: str, catalog: Catalog, leases: LeaseTable) -> None:
-        super().__init__(location)
+    def __init__(self, place: Place, catalog: Catalog, leases: LeaseTable) -> None:
+        super().__init__(place)
         self._catalog, self._leases = catalog, leases
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:

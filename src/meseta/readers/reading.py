@@ -18,12 +18,13 @@ from meseta.data.read.cut import BatchCut
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows, concatenate
+from meseta.data.read.served.connection import Unreachable, as_flight_error
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
-from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
+from meseta.data.read.served.service import Dispatcher
 from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
 from meseta.readers.catalog import describe, open_split
-from meseta.readers.listening import OwnServer
+from meseta.readers.listening import OwnServer, Place
 from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
 
@@ -100,11 +101,11 @@ class WindowReader:
             rank,
             (stop - start) * _row_bytes(split.dataset),
             lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
-        ) as (window, rows):
+        ) as content:
             places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
-                taken = _taken(rows, places[at : at + MOST_ROWS], window.rows)
-                yield to_record_batch(taken, split.dataset, split.schema)
+                # No name here holds the window while a trainer takes its time.
+                yield to_record_batch(_taken(*content(), places[at : at + MOST_ROWS]), split.dataset, split.schema)
 
     def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> tuple[Window, Rows]:
         window = order.window(index)
@@ -147,15 +148,16 @@ def _takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[in
     return frozenset(rank for rank in ranks if replace(cut, rank=rank).num_rows_between(begin, start, stop))
 
 
-def _taken(rows: Rows, places: NDArray[np.int64], order: NDArray[np.int64] | None) -> Rows:
-    """Rows of a window by their places in its order; those that lie side by side in one piece."""
-    if order is not None:
-        return rows.take(order[places])
+def _taken(window: Window, rows: Rows, places: NDArray[np.int64]) -> Rows:
+    """Rows of a window by their places in its order, in memory of their own; those that lie side by side in one
+    piece."""
+    if window.rows is not None:
+        return rows.take(window.rows[places])
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
     if breaks.size * LEAST_RUN > places.size:
         return rows.take(places)
-    runs = np.split(places, breaks)
-    return concatenate([rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in runs])
+    runs = [rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in np.split(places, breaks)]
+    return concatenate(runs) if breaks.size else runs[0].copy()
 
 
 def _row_bytes(dataset: Dataset) -> int:
@@ -177,11 +179,12 @@ def num_bytes(rows: Rows) -> int:
 class ReadServer(OwnServer):
     """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
 
-    def __init__(self, location: str, reader: WindowReader, dispatcher: Dispatcher) -> None:
-        super().__init__(location)
+    def __init__(self, place: Place, reader: WindowReader, dispatcher: Dispatcher) -> None:
+        super().__init__(place)
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
-        self._is_met = threading.Event()
+        self._is_answered = threading.Event()
+        self._refusal: MesetaError | None = None
         threading.Thread(target=self._beat, name="meseta-beat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
@@ -213,18 +216,26 @@ class ReadServer(OwnServer):
             try:
                 answer = self._dispatcher.beat(beat)
                 self._reader.set_folders({name: Path(folder) for name, folder in answer.datasets.items()})
-                self._is_met.set()
-                is_told = False
+                self._refusal, is_told = None, False
+                self._is_answered.set()
             except MesetaError as error:
+                is_refused = not isinstance(error, Unreachable)
+                if is_refused:
+                    self._refusal = error
+                    self._is_answered.set()
                 if not is_told:
-                    print(f"readers: {error}; trying again", flush=True)
+                    print(f"readers: {error}{'' if is_refused else '; trying again'}", flush=True)
                 is_told = True
             self._is_over.wait(BEAT_S)
             give_back_freed_memory()
 
     def meet(self, timeout_s: float | None = None) -> bool:
-        """Wait until the dispatcher knows of this reader; returns whether it does."""
-        return self._is_met.wait(timeout_s)
+        """Wait until the dispatcher has answered this reader; returns whether it has. Raises MesetaError where it has
+        refused to."""
+        is_answered = self._is_answered.wait(timeout_s)
+        if self._refusal is not None:
+            raise self._refusal
+        return is_answered
 
     def end(self) -> None:
         """Serve nobody any more."""

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 IDLE_S = 5.0
-"""A window that nobody has taken rows from for so long makes room for others."""
+"""A window that nobody is being sent makes room for others after so long."""
+STILL_S = 30.0
+"""So does one after so long of which nobody has taken rows who is being sent it: a trainer that stands still, or whose
+machine has gone, of which a server is not told for hours."""
 
 MOST_UNFINISHED = 65_536
 """Windows that are remembered as decoded and not had by all."""
@@ -29,7 +32,8 @@ class _HeldWindow(Generic[Content]):
     problem: Exception | None = None
     num_streams: int = 0
     """Ranks that are being sent it."""
-    idle_since_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=time.monotonic)
+    """When rows of it were taken last."""
 
 
 def forget_oldest(entries: dict[Any, Any], most: int) -> None:
@@ -70,10 +74,52 @@ class WindowStore(Generic[Content]):
         taker: int,
         num_bytes: int,
         decode: Callable[[], Content],
-    ) -> Iterator[Content]:
-        """The window at `place`, (epoch, number), of an order, decoded unless it is held. `takers`: the ranks that will
-        ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises."""
+    ) -> Iterator[Callable[[], Content]]:
+        """The window at `place`, (epoch, number), of an order, decoded unless it is held: what is given is asked for it
+        whenever rows are taken, and decodes it once more where it has made room meanwhile. `takers`: the ranks that
+        will ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises."""
         key = (order, place)
+
+        held = self._join(key, takers, num_bytes, decode)
+
+        def content() -> Content:
+            nonlocal held
+            while True:
+                with self._changed:
+                    held.moved_s = time.monotonic()
+                    if held.content is not None:
+                        return held.content
+                held = self._join(key, takers, num_bytes, decode)
+
+        try:
+            yield content
+            held.takers.discard(taker)
+        finally:
+            self._leave(key, held)
+
+    def _join(
+        self,
+        key: tuple[Hashable, tuple[int, int]],
+        takers: Collection[int],
+        num_bytes: int,
+        decode: Callable[[], Content],
+    ) -> _HeldWindow[Content]:
+        """Begin to be sent a window, which is there then."""
+        while True:
+            held, is_new = self._hold(key, takers, num_bytes)
+            if is_new:
+                self._decode(key, held, decode)
+            if self._comes(key, held):
+                return held
+            self._leave(key, held)
+            if held.problem is not None:
+                raise held.problem
+
+    def _hold(
+        self, key: tuple[Hashable, tuple[int, int]], takers: Collection[int], num_bytes: int
+    ) -> tuple[_HeldWindow[Content], bool]:
+        """A window, once there is room, and whether it is a new one."""
+        order, place = key
         with self._changed:
             held = self._held.get(key)
             while held is None and not self._has_room(order, place, num_bytes):
@@ -83,24 +129,22 @@ class WindowStore(Generic[Content]):
             if held is None:
                 held = self._held[key] = _HeldWindow(place, num_bytes, set(takers))
             held.num_streams += 1
-        try:
-            if is_new:
-                self._decode(key, held, decode)
-            with self._changed:
-                self._changed.wait_for(lambda: held.content is not None or held.problem is not None)
-            if held.problem is not None:
-                raise held.problem
-            assert held.content is not None
-            yield held.content
-            held.takers.discard(taker)
-        finally:
-            with self._changed:
-                held.num_streams -= 1
-                held.idle_since_s = time.monotonic()
-                if not held.num_streams and not held.takers:
-                    self._drop(key, held)
-                    self._unfinished.pop(key, None)
-                self._changed.notify_all()
+            return held, is_new
+
+    def _comes(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content]) -> bool:
+        """Wait until somebody has decoded a window; whether it is there, and has neither failed nor made room."""
+        with self._changed:
+            self._changed.wait_for(lambda: held.content is not None or self._held.get(key) is not held)
+            return held.content is not None
+
+    def _leave(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content]) -> None:
+        with self._changed:
+            held.num_streams -= 1
+            held.moved_s = time.monotonic()
+            if not held.num_streams and not held.takers:
+                self._drop(key, held)
+                self._unfinished.pop(key, None)
+            self._changed.notify_all()
 
     def _decode(
         self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content], decode: Callable[[], Content]
@@ -114,7 +158,7 @@ class WindowStore(Generic[Content]):
                 self._changed.notify_all()
             return
         with self._changed:
-            held.content, held.num_bytes = content, self._size_of(content)
+            held.content, held.num_bytes, held.moved_s = content, self._size_of(content), time.monotonic()
             self.num_decoded += 1
             self.num_again += key in self._unfinished
             self._unfinished[key] = None
@@ -134,7 +178,9 @@ class WindowStore(Generic[Content]):
         for key, held in sorted(self._held.items(), key=lambda item: item[1].place, reverse=True):
             if sum(each.num_bytes for each in self._held.values()) + num_bytes <= self.most_bytes:
                 break
-            is_behind = key[0] == order and held.place > place
-            if not held.num_streams and (is_behind or now_s - held.idle_since_s > IDLE_S):
+            is_behind, still_s = key[0] == order and held.place > place, now_s - held.moved_s
+            is_idle = not held.num_streams and (is_behind or still_s > IDLE_S)
+            if is_idle or (held.content is not None and still_s > STILL_S):
                 del self._held[key]
+                held.content = None
         return sum(held.num_bytes for held in self._held.values()) + num_bytes <= self.most_bytes

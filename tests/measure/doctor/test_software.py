@@ -19,8 +19,8 @@ from source_tree import ROOT
 GOOD = {
     "torch": "2.13.0+cpu", "numpy": "2.4.6", "pyarrow": "26.0.1", "pydantic": "2.14.3", "typer": "0.29.2",
     "rich": "15.0.0", "fsspec": "2026.9.0", "safetensors": "0.8.0", "jaxtyping": "0.3.11", "pyyaml": "6.0.3",
-    "polars": "2.1.0", "tensorboard": "2.21.0", "s3fs": "2026.9.0", "gcsfs": "2026.9.0", "onnx": "1.22.0",
-    "onnxscript": "0.7.1", "triton": "3.9.0",
+    "cryptography": "50.0.2", "polars": "2.1.0", "tensorboard": "2.21.0", "s3fs": "2026.9.0", "gcsfs": "2026.9.0",
+    "onnx": "1.22.0", "onnxscript": "0.7.1", "triton": "3.9.0",
 }  # fmt: skip
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
 CUDA = TORCH | {"cuda": "13.0"}

@@ -38,6 +38,9 @@ class IdLists:
             chosen = np.arange(lengths.sum()) + np.repeat(offsets[index] - (ends - lengths), lengths)
         return IdLists(lengths, self.values[chosen], None if self.weights is None else self.weights[chosen])
 
+    def copy(self) -> IdLists:
+        return IdLists(self.lengths.copy(), self.values.copy(), None if self.weights is None else self.weights.copy())
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -69,6 +72,17 @@ class Rows:
             tuple(bags.take(index) for bags in self.bags),
             None if self.weight is None else self.weight[index],
             None if self.group is None else self.group[index],
+        )
+
+    def copy(self) -> Rows:
+        """The same, in memory of their own: views keep all that they were taken from."""
+        return Rows(
+            self.label.copy(),
+            self.dense.copy(),
+            self.single.copy(),
+            tuple(bags.copy() for bags in self.bags),
+            None if self.weight is None else self.weight.copy(),
+            None if self.group is None else self.group.copy(),
         )
 
 

@@ -24,6 +24,7 @@ REQUIRED = {
     "safetensors": "0.4",
     "jaxtyping": "0.2.34",
     "pyyaml": "6",
+    "cryptography": "42",
 }
 """Package -> oldest version that works."""
 MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}

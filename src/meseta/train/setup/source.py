@@ -189,7 +189,12 @@ class ServedSource(_Served):
         from meseta.data.read.served.reader import Service
 
         assert self.config.url is not None
-        return Service(url=self.config.url, dataset=self.config.dataset, give_up_s=self.config.give_up_s)
+        return Service(
+            url=self.config.url,
+            dataset=self.config.dataset,
+            keys=self.config.keys,
+            give_up_s=self.config.give_up_s,
+        )
 
     @cached_property
     def _described(self) -> DatasetDescription:
@@ -198,9 +203,9 @@ class ServedSource(_Served):
 
     @contextmanager
     def _dispatcher(self) -> Iterator[Dispatcher]:
-        from meseta.data.read.served.service import Dispatcher, Unreachable
+        from meseta.data.read.served.connection import Unreachable
 
-        dispatcher = Dispatcher(str(self.config.url))
+        dispatcher = self._service.dispatcher()
         try:
             yield dispatcher
         except Unreachable as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
 from meseta.data.read.selection import LeftOut
+from meseta.data.read.served.keys import Keys
 from meseta.data.read.served.messages import (
     CountRequest,
     DatasetDescription,
@@ -32,8 +34,14 @@ class Service:
     """Of the dispatcher."""
     dataset: str | None = None
     """As it calls it; None: the only one."""
+    keys: Path | None = None
+    """Folder of keys, as `meseta readers keys` makes it; None: without encryption."""
     give_up_s: float = GIVE_UP_S
     """How long rows are waited for where no reader gives any."""
+
+    def dispatcher(self) -> Dispatcher:
+        """Raises MesetaError for what is no address, or no keys for it."""
+        return Dispatcher(self.url, None if self.keys is None else Keys.load(self.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +72,11 @@ class ServedReader(BatchReader):
     ) -> None:
         """`labels`: those to read; None: all. `run`: None: one of its own.
 
-        Raises MesetaError for a bad rank, a dispatcher that does not answer, and whatever it refuses.
+        Raises MesetaError for a bad rank, keys that cannot be used, a dispatcher that does not answer, and whatever it
+        refuses.
         """
         check_rank(rank, num_ranks)
-        self._dispatcher = Dispatcher(service.url)
+        self._dispatcher = service.dispatcher()
         description = self._dispatcher.describe(service.dataset)
         described = dataset_of(description, service.url).with_labels(labels)
         described.split(split)

@@ -19,11 +19,11 @@ from meseta.data.read.cut import BatchCut
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import EpochOrder
 from meseta.data.read.rows import Rows, concatenate
+from meseta.data.read.served.connection import Connection, Unreachable
 from meseta.data.read.served.messages import SLOW, LeaseRequest, ReaderTrouble, Session, WindowTicket
 from meseta.data.read.served.record_batches import ReceivedRows
-from meseta.data.read.served.service import Dispatcher, Unreachable, told_by
+from meseta.data.read.served.service import Dispatcher
 from meseta.errors import MesetaError
-from meseta.machine.remote import checked_url
 
 LOOK_AGAIN_S = 1.0
 """After so long without rows, a rank asks whether a window is still its reader's."""
@@ -81,13 +81,12 @@ class WindowStream:
 
     def __init__(
         self,
-        client: flight.FlightClient,
-        reader: str,
+        connection: Connection,
         ticket: flight.Ticket,
         open_rows: Callable[[pa.RecordBatch, str], ReceivedRows],
     ) -> None:
-        self.reader = reader
-        self._client, self._ticket, self._open_rows = client, ticket, open_rows
+        self.reader = connection.url
+        self._connection, self._ticket, self._open_rows = connection, ticket, open_rows
         self._ready: queue.Queue[ReceivedRows | Exception] = queue.Queue(1)
         self._calls: list[flight.FlightStreamReader] = []
         self._is_closed = threading.Event()
@@ -110,10 +109,10 @@ class WindowStream:
             call.cancel()
 
     def _run(self) -> None:
-        who = f"reader {self.reader}"
+        who = str(self._connection)
         try:
-            with told_by(who):
-                call = self._client.do_get(self._ticket)
+            with self._connection.told():
+                call = self._connection.client.do_get(self._ticket, self._connection.options())
                 self._calls.append(call)
                 if self._is_closed.is_set():
                     call.cancel()
@@ -182,7 +181,7 @@ class ServedRows:
         self._order, self._cut, self._asked = order, cut, asked
         self._dispatcher = dispatcher
         self._waits, self._give_up_s = waits, give_up_s
-        self._clients: dict[str, flight.FlightClient] = {}
+        self._connections: dict[str, Connection] = {}
         self._windows: dict[int, ComingWindow] = {}
         self._next = order.find(asked.begin)
         self._num_ahead = 1
@@ -239,13 +238,13 @@ class ServedRows:
             window = self._windows.get(lease.window)
             if window is not None and window.stream is None:
                 ticket = self._asked.ticket(lease.window, window.num_had)
-                window.stream = WindowStream(self._client(lease.reader), lease.reader, ticket, self._asked.rows)
+                window.stream = WindowStream(self._connection(lease.reader), ticket, self._asked.rows)
 
-    def _client(self, reader: str) -> flight.FlightClient:
-        """A connection, which is kept."""
-        if reader not in self._clients:
-            self._clients[reader] = flight.connect(checked_url(reader))
-        return self._clients[reader]
+    def _connection(self, reader: str) -> Connection:
+        """One that is kept."""
+        if reader not in self._connections:
+            self._connections[reader] = Connection("reader", reader, self._dispatcher.keys)
+        return self._connections[reader]
 
     def _next_rows(self, index: int, window: ComingWindow) -> ReceivedRows:
         """Rows of window `index` that have not come yet, from whoever has them."""

@@ -1,0 +1,138 @@
+"""A dispatcher or a reader as others reach it, and what is said where they do not."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from pyarrow import flight
+
+from meseta.data.read.served.keys import HEADER, Keys, refusal, strange_client, strange_token
+from meseta.errors import MesetaError, one_line
+from meseta.machine.remote import ENCRYPTED, check_encryption, checked_url
+from meseta.machine.variables import variables
+
+variables.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would tell every handshake that fails
+
+PROBE_S = 2.0
+"""How long it may take to find out why a call has failed."""
+CHANNEL = [
+    ("grpc.keepalive_time_ms", 300_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.experimental.tcp_min_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
+]
+"""After how long without a word a call asks whether the other side is there: servers of gRPC end the connections of
+those who ask more often. What was sent and is not acknowledged within the second of them ends a connection, too, which
+finds out who has gone without a word; and so often one that does not come about is tried again. What comes is taken in
+pieces of a megabyte: a seventh of the calls of the system that gRPC makes by itself."""
+
+
+class Unreachable(MesetaError):
+    """Nobody answers, or the answer broke off: to ask again may help."""
+
+
+def as_flight_error(error: Exception) -> flight.FlightServerError:
+    """What a server raises for `Connection.told` to turn back: another reader may do better where this one could not
+    reach somebody else, but not where it has met bad data."""
+    text = str(error) if isinstance(error, MesetaError) else one_line(error)
+    return flight.FlightServerError(text, extra_info=b"" if isinstance(error, Unreachable) else text.encode())
+
+
+class Connection:
+    """To one of them; it is made by the first call. Threads may share it."""
+
+    def __init__(self, kind: str, url: str, keys: Keys | None) -> None:
+        """`kind`: "dispatcher" or "reader". Raises MesetaError for what is no address, or does not go with the keys."""
+        check_encryption(checked_url(url), has_keys=keys is not None)
+        self.url, self._kind, self._keys = url, kind, keys
+        tls = {}
+        if keys is not None:
+            tls = {"tls_root_certs": keys.certificate, "cert_chain": keys.client, "private_key": keys.client}
+        self.client = flight.connect(url, generic_options=CHANNEL, **tls)
+
+    def __str__(self) -> str:
+        return f"{self._kind} {self.url}"
+
+    def options(self, timeout_s: float | None = None) -> flight.FlightCallOptions:
+        """Of a call that may take so long."""
+        headers = [] if self._keys is None else [(HEADER.encode(), self._keys.header().encode())]
+        return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Turn what Arrow Flight raises into `Unreachable`, or into the MesetaError that the other side has met, or
+        that stands between both."""
+        try:
+            yield
+        except flight.FlightServerError as error:
+            if error.extra_info:
+                text = error.extra_info.decode(errors="replace")
+                raise MesetaError(f"{self}: {text[:4096]}") from None
+            raise Unreachable(f"{self} failed: {said(error)}") from None
+        except flight.FlightUnauthenticatedError as error:
+            raise MesetaError(
+                strange_token(str(self), self._keys) if self._keys else f"{self}: {said(error)}"
+            ) from None
+        except (flight.FlightUnavailableError, flight.FlightTimedOutError):
+            self._find_fault()
+            raise Unreachable(f"{self} cannot be reached: it has not answered, or broke off") from None
+        except (flight.FlightError, OSError, ValueError, RuntimeError) as error:  # Arrow maps codes of gRPC to these
+            if isinstance(error, MesetaError):
+                raise
+            raise Unreachable(f"{self} broke off: {said(error)}") from None
+
+    def _find_fault(self) -> None:
+        """See why a call has failed. Raises MesetaError where another one would fail as well, and Unreachable where
+        nobody is there; gRPC tells both in one."""
+        host = str(urlsplit(self.url).hostname)
+        try:
+            first = self._first_byte(host)
+            if self._keys is None:
+                raise MesetaError(
+                    f"{self} answers those with keys alone; name their folder, by --keys DIR or data.service.keys=DIR, "
+                    f"and write its address as {ENCRYPTED}://"
+                )
+            if not first and not self._first_byte(host):  # it may have been ending when it was asked first
+                raise MesetaError(strange_client(str(self), self._keys))
+        except ssl.SSLError as error:
+            if self._keys is not None and not isinstance(error, ssl.SSLEOFError):
+                raise MesetaError(refusal(error, str(self), host, self._keys)) from None
+        except OSError as error:
+            raise Unreachable(f"{self} cannot be reached: {_absence(error)}") from None
+
+    def _first_byte(self, host: str) -> bytes:
+        """Of what is said to who has shaken hands; none: a server of gRPC has closed without a word, as it does to
+        clients that it does not know. Raises OSError."""
+        context = _for_anybody() if self._keys is None else self._keys.checking()
+        with (
+            socket.create_connection((host, urlsplit(self.url).port or 0), PROBE_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as encrypted,
+        ):
+            return b"" if self._keys is None else encrypted.recv(1)
+
+
+def said(error: Exception) -> str:
+    """What an error of Arrow Flight says, without what it adds."""
+    return one_line(error).partition(". Detail:")[0].partition(". gRPC client debug context")[0][:300]
+
+
+def _for_anybody() -> ssl.SSLContext:
+    """To find out whether somebody speaks TLS, whoever it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _absence(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    if isinstance(error, socket.gaierror):
+        return "its host has no address"
+    if isinstance(error, TimeoutError):
+        return "nothing answers there"
+    return error.strerror or one_line(error)

@@ -1,0 +1,187 @@
+"""What shows who dispatchers, readers and those who ask them are: a folder that `meseta readers keys` makes.
+
+    certificate.pem    of dispatchers and readers: all others check it; no secret
+    key.pem            of that certificate: where they run, and nowhere else
+    client.pem         certificate and key of those who may connect
+    token              what comes with every call
+
+Who asks has certificate.pem, client.pem and token.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meseta.errors import MesetaError, one_line
+from meseta.machine.files import open_regular
+
+CERTIFICATE, KEY, CLIENT, TOKEN = "certificate.pem", "key.pem", "client.pem", "token"
+MOST_BYTES = 1 << 16
+"""Of a file of keys."""
+TOKEN_PATTERN = re.compile(rb"[A-Za-z0-9_-]{43,1024}")
+"""32 random bytes and more, in the letters that URLs have."""
+HEADER = "authorization"
+"""What a call has the token in."""
+_SAME_FOLDER = "take that folder of keys which it was started with"
+ROUNDS = 8
+"""Of messages in which a handshake has ended, one way or the other."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What those who ask have of a folder of keys; what is secret is in no text of it."""
+
+    folder: Path
+    certificate: bytes = field(repr=False)
+    client: bytes = field(repr=False)
+    token: bytes = field(repr=False)
+
+    @staticmethod
+    def load(folder: Path) -> Keys:
+        """Raises MesetaError for a file that is not there, is damaged or cut short, or that others may read."""
+        token = read_key_file(folder / TOKEN, is_secret=True).strip()
+        if not TOKEN_PATTERN.fullmatch(token):
+            raise MesetaError(
+                f"keys: {str(folder / TOKEN)!r} has {len(token)} characters, and must have 43 or more, all of them "
+                "letters, digits, - and _; copy it again, or make new keys with `meseta readers keys`"
+            )
+        keys = Keys(folder, read_key_file(folder / CERTIFICATE), read_key_file(folder / CLIENT, is_secret=True), token)
+        ends_s = ssl.cert_time_to_seconds(str(keys.checking().get_ca_certs()[0]["notAfter"]))
+        if ends_s < time.time():
+            raise MesetaError(expired(f"keys: {str(folder / CERTIFICATE)!r}", ends_s))
+        return keys
+
+    def header(self) -> str:
+        """What every call shows."""
+        return f"Bearer {self.token.decode()}"
+
+    def checking(self) -> ssl.SSLContext:
+        """How those who ask check a server, and show who they are. Raises MesetaError for a damaged file."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])  # or servers of gRPC end the connection
+        _trust(context, self.certificate, self.folder / CERTIFICATE)
+        _show(context, self.folder / CLIENT, self.folder / CLIENT)
+        return context
+
+    def hosts(self) -> str:
+        """Names and addresses that the certificate covers."""
+        covered: Any = self.checking().get_ca_certs()[0].get("subjectAltName", ())
+        return ", ".join(host for _, host in covered)
+
+
+@dataclass(frozen=True)
+class ServerKeys(Keys):
+    """What dispatchers and readers have."""
+
+    key: bytes = field(repr=False)
+
+    @staticmethod
+    def load(folder: Path) -> ServerKeys:
+        """Raises what Keys.load raises, and MesetaError for a key of another certificate."""
+        keys = Keys.load(folder)
+        key = read_key_file(folder / KEY, is_secret=True)
+        return ServerKeys(folder, keys.certificate, keys.client, keys.token, key)
+
+    def check_host(self, host: str) -> None:
+        """Raise MesetaError unless those who ask for `host` would take these keys, and be taken: by a handshake in
+        memory."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _show(context, self.folder / CERTIFICATE, self.folder / KEY)
+        _trust(context, self.client, self.folder / CLIENT)
+        context.verify_mode = ssl.CERT_REQUIRED
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        asking = self.checking().wrap_bio(to_client, to_server, server_hostname=host)
+        answering = context.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for _ in range(ROUNDS):
+                for end in (asking, answering):
+                    with suppress(ssl.SSLWantReadError):
+                        end.do_handshake()
+        except ssl.SSLError as error:
+            raise MesetaError(refusal(error, f"keys {str(self.folder)!r}", host, self)) from None
+
+
+def refusal(error: ssl.SSLError, who: str, host: str, keys: Keys) -> str:
+    """Why no handshake comes about with `who`, which is asked for as `host`, and what to do."""
+    code = getattr(error, "verify_code", None)
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return f"{who} speaks without encryption; start it with --keys, or leave the keys out here"
+    if code == 10:  # numbers of OpenSSL's x509_vfy.h
+        return expired(who)
+    if code in (62, 64):
+        return (
+            f"{who}: its certificate does not cover {host!r}, but {keys.hosts()}; make new keys with `meseta readers "
+            f"keys DIR --host {host}`, or use a name that it covers"
+        )
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{who} has another certificate than {str(keys.folder / CERTIFICATE)!r}; {_SAME_FOLDER}"
+    return f"{who} does not shake hands ({error.reason or one_line(error)}); {_SAME_FOLDER}"
+
+
+def strange_client(who: str, keys: Keys) -> str:
+    """That `who` has closed the door after a handshake."""
+    return f"{who} does not know the certificate of {str(keys.folder / CLIENT)!r}; {_SAME_FOLDER}"
+
+
+def strange_token(who: str, keys: Keys) -> str:
+    """That `who` has refused a call."""
+    return f"{who} takes another token than that of {str(keys.folder / TOKEN)!r}; {_SAME_FOLDER}"
+
+
+def expired(who: str, ends_s: float | None = None) -> str:
+    """That a certificate has come to its end."""
+    when = "" if ends_s is None else time.strftime(" on %Y-%m-%d", time.gmtime(ends_s))
+    return (
+        f"{who}: the certificate has expired{when}; make new keys with `meseta readers keys`, and start all with them"
+    )
+
+
+def read_key_file(path: Path, *, is_secret: bool = False) -> bytes:
+    """A file of keys. Raises MesetaError where it cannot be read, or is a secret that others may read."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise MesetaError(
+            f"keys: {str(path)!r} cannot be read ({error.strerror}); copy it from the folder that `meseta readers "
+            "keys` has made"
+        ) from None
+    if is_secret and mode & 0o077:
+        raise MesetaError(f"keys: {str(path)!r} may be read by others, and is a secret; chmod 600 {path}")
+    return content
+
+
+def _trust(context: ssl.SSLContext, certificate: bytes, path: Path) -> None:
+    try:
+        context.load_verify_locations(cadata=certificate.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise MesetaError(_damaged(path)) from None
+    if not context.get_ca_certs():
+        raise MesetaError(_damaged(path))
+
+
+def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    try:
+        context.load_cert_chain(certificate, key, password="")  # or OpenSSL asks for one at the terminal
+    except (ssl.SSLError, ValueError) as error:
+        is_strange = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
+        raise MesetaError(
+            f"keys: {str(key)!r} is not the key of {str(certificate)!r}; take both from one folder"
+            if is_strange
+            else _damaged(key)
+        ) from None
+    except OSError as error:
+        raise MesetaError(f"keys: {str(key)!r} cannot be read ({error.strerror})") from None
+
+
+def _damaged(path: Path) -> str:
+    return (
+        f"keys: {str(path)!r} is damaged, or no file of keys; copy it again, or make new keys (`meseta readers keys`)"
+    )

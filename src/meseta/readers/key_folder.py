@@ -1,0 +1,100 @@
+"""Makes a folder of keys: see meseta.data.read.served.keys for what is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, ServerKeys
+from meseta.errors import shown
+from meseta.machine.files import whole_folder
+from meseta.spec import MesetaError
+
+TOKEN_BYTES = 32
+_SIGNS = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+_LABEL = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+HOST_PATTERN = re.compile(rf"{_LABEL}(\.{_LABEL})*|\*(\.{_LABEL}){{2,}}")
+"""A name of DNS; below a domain, the first part of it may be any."""
+
+
+def make_keys(folder: Path, hosts: Sequence[str], days: int) -> None:
+    """Keys for dispatchers and readers on these hosts, names or addresses, valid for so many days, and from a day ago
+    on, since clocks differ. Raises MesetaError for a folder that is there, what is
+    no name of a host, and where the system refuses to write."""
+    names = [_name(host) for host in hosts]
+    if folder.exists() or folder.is_symlink():
+        raise MesetaError(f"keys: {str(folder)!r} is there, and is not written over; name another folder, or remove it")
+    certificate, key = _certificate(ExtendedKeyUsageOID.SERVER_AUTH, days, names)
+    client = b"".join(_certificate(ExtendedKeyUsageOID.CLIENT_AUTH, days))
+    with whole_folder(folder) as inside:
+        _write(inside / CERTIFICATE, certificate, 0o644)
+        _write(inside / KEY, key, 0o600)
+        _write(inside / CLIENT, client, 0o600)
+        _write(inside / TOKEN, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode(), 0o600)
+        ServerKeys.load(inside)
+
+
+def own_hosts() -> list[str]:
+    """What this machine is reached by."""
+    return list(dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname()]))
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        if len(host) > 253 or not HOST_PATTERN.fullmatch(host):
+            raise MesetaError(f"keys: --host is a name or an address of a host, got {shown(host)}") from None
+        return x509.DNSName(host)
+
+
+def _certificate(
+    usage: x509.ObjectIdentifier, days: int, hosts: Sequence[x509.GeneralName] = ()
+) -> tuple[bytes, bytes]:
+    """One that vouches for itself, and for no other, and its key; in PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"meseta readers {secrets.token_hex(8)}")])
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_SIGNS, critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
+    return (
+        certificate.public_bytes(Encoding.PEM),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
