@@ -1,12 +1,14 @@
 """Batches from `meseta readers` over loopback, two readers, beside our own local Reader and torch's DataLoader with two
 workers: rows a second, the processor time of trainers, and bytes on the wire.
 
-    python benchmarks/bench_readers.py [num_rows]
+    python benchmarks/bench_readers.py [num_rows] [--keys] [--bytes]
 
-Default 2,000,000 rows, synthetic. Every measurement is a process of its own, or one for each rank; cases take turns.
-Appends to benchmarks/results.csv. tf.data service and Ray Data are not among the peers yet.
+Default 2,000,000 rows, synthetic. --keys: encrypted, with tokens. --bytes: nothing but the bytes on the wire. Every
+measurement is a process of its own, or one for each rank; cases take turns. Appends to
+benchmarks/results.csv. tf.data service and Ray Data are not among the peers yet.
 """
 
+import argparse
 import json
 import socket
 import statistics
@@ -38,6 +40,7 @@ elapsed = time.perf_counter() - start
 print(json.dumps([num_rows, elapsed, processor_s() - used]))
 """
 OURS = """
+from pathlib import Path
 import torch; torch.set_num_threads(1)
 from meseta.ops.allocator import keep_freed_memory
 keep_freed_memory()  # as training does
@@ -48,21 +51,22 @@ options = ReaderOptions(batch_size=BATCH, shuffle=SHUFFLE)
 """
 LOCAL = "reader = Reader(sys.argv[1], 'train', options, rank=rank, num_ranks=num_ranks)"
 SERVED = (
-    "reader = ServedReader(Service(url=sys.argv[2]), 'train', options, rank=rank, num_ranks=num_ranks, "
+    "reader = ServedReader(Service(url=sys.argv[2], keys=KEYS), 'train', options, rank=rank, num_ranks=num_ranks, "
     "run=Run(name=sys.argv[5], attempt=0))"
 )
 READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS}))"
 
 
 @contextmanager
-def tier(data: str) -> Iterator[str]:
+def tier(data: str, keys: str | None) -> Iterator[str]:
     """A dispatcher and its readers; the URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        url = f"grpc://127.0.0.1:{probe.getsockname()[1]}"
-    meseta = [sys.executable, "-m", "meseta.cli.main", "readers"]
-    commands = [["dispatch", "--data", data, "--listen", url.removeprefix("grpc://")]]
-    commands += [["work", "--dispatcher", url]] * NUM_READERS
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    url = f"grpc{'' if keys is None else '+tls'}://{place}"
+    meseta, shown = [sys.executable, "-m", "meseta.cli.main", "readers"], [] if keys is None else ["--keys", keys]
+    commands = [["dispatch", "--data", data, "--listen", place, *shown]]
+    commands += [["work", "--dispatcher", url, *shown]] * NUM_READERS
     processes = []
     try:
         for command in commands:
@@ -99,24 +103,33 @@ def loopback_bytes() -> int:
 
 
 def main() -> None:
-    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 2_000_000
+    parser = argparse.ArgumentParser()
+    parser.add_argument("num_rows", nargs="?", default="2_000_000")
+    parser.add_argument("--keys", action="store_true")
+    parser.add_argument("--bytes", action="store_true")
+    asked = parser.parse_args()
+    num_rows, case = int(asked.num_rows), f"{int(asked.num_rows)} rows" + ", encrypted" * asked.keys
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        raw, data = f"{folder}/raw", f"{folder}/data"
+        raw, data, keys = f"{folder}/raw", f"{folder}/data", f"{folder}/keys" if asked.keys else None
         subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
-        prepare = [sys.executable, "-m", "meseta.cli.main", "prepare", f"{raw}/*.tsv", "--out", data]
+        meseta = [sys.executable, "-m", "meseta.cli.main"]
+        prepare = [*meseta, "prepare", f"{raw}/*.tsv", "--out", data]
         subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with tier(data) as url:
-            for batch_size in BATCH_SIZES:
+        if keys is not None:
+            subprocess.run([*meseta, "readers", "keys", keys], check=True, stdout=subprocess.DEVNULL)
+        served = SERVED.replace("KEYS", "None" if keys is None else f"Path({keys!r})")
+        with tier(data, keys) as url:
+            for batch_size in () if asked.bytes else BATCH_SIZES:
                 for shuffle in (False, True):
-                    compare(f"{num_rows} rows", [data, url], batch_size, shuffle=shuffle)
-            measure_bytes(f"{num_rows} rows", data, url)
+                    compare(case, served, [data, url], batch_size, shuffle=shuffle)
+            measure_bytes(case, served, data, url)
 
 
-def compare(case: str, arguments: list[str], batch_size: int, *, shuffle: bool) -> None:
+def compare(case: str, served: str, arguments: list[str], batch_size: int, *, shuffle: bool) -> None:
     """Rows a second and processor time, in turns."""
     setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", str(shuffle))
-    served, local = (f"{setup}\n{SERVED}", READ), (f"{setup}\n{LOCAL}", READ)
-    cases = {(name, num_ranks): code for num_ranks in (1, 4) for name, code in (("served", served), ("local", local))}
+    ways = {"served": (f"{setup}\n{served}", READ), "local": (f"{setup}\n{LOCAL}", READ)}
+    cases = {(name, num_ranks): code for num_ranks in (1, 4) for name, code in ways.items()}
     if not shuffle:
         peer = PEERS["DataLoader, 2 workers"]
         cases["DataLoader, 2 workers", 1] = (peer[0].replace("BATCH", str(batch_size)), peer[1])
@@ -136,13 +149,13 @@ def compare(case: str, arguments: list[str], batch_size: int, *, shuffle: bool) 
                peer="local", peer_value=used["local", num_ranks])  # fmt: skip
 
 
-def measure_bytes(case: str, data: str, url: str) -> None:
+def measure_bytes(case: str, served: str, data: str, url: str) -> None:
     """What an epoch of four ranks sends, beside its Arrow data."""
     from meseta.data import Dataset
 
     setup = OURS.replace("BATCH", "8192").replace("SHUFFLE", "True")
     before = loopback_bytes()
-    measured((f"{setup}\n{SERVED}", READ), [data, url], 4)
+    measured((f"{setup}\n{served}", READ), [data, url], 4)
     sent = loopback_bytes() - before
     dataset = Dataset.load(data)
     row_bytes = 4 * (1 + len(dataset.dense) + len(dataset.sparse))  # ids are int32

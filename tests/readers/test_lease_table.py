@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
+from meseta.readers import lease_table
 from meseta.readers.lease_table import KEPT_WINDOWS, LOST_S, SHUN_S, LeaseTable
 from meseta.spec import MesetaError
 
@@ -125,3 +126,23 @@ def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[
         assert clock.now_s - there[reader] <= LOST_S
         clock.now_s += 2.0 * passes
     assert sum(table.num_leases().values()) <= 300 + KEPT_WINDOWS
+
+
+def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many windows, runs and readers somebody makes up."""
+    monkeypatch.setattr(lease_table, "MOST_LEASES", 3)
+    monkeypatch.setattr(lease_table, "MOST_RUNS", 3)
+    monkeypatch.setattr(lease_table, "MOST_READERS", 4)
+    for window in range(20):
+        of(table, 0, 1 + window)
+    assert sum(table.num_leases().values()) == 3
+    for run in "pqrstu":
+        reader = of(table, 7, run=run)[7]
+        of(table, 7, run=run, troubles=(ReaderTrouble(window=7, reader=reader, what="broken"),))
+    assert sum(table.num_leases().values()) == 3
+    assert all(len(reader.shunned_until_s) <= 3 for reader in table.readers())
+    table.beat(beat("d"))
+    with pytest.raises(MesetaError, match="there are 4 readers, the most that a dispatcher knows"):
+        table.beat(beat("e"))
+    table.beat(beat("d"))
+    assert len(table.readers()) == 4

@@ -21,6 +21,10 @@ KEPT_WINDOWS = 64
 """Windows before the one that is asked for whose leases are kept, for ranks that come later."""
 MOST_RUNS = 1024
 """Attempts, and orders of rows, that are remembered."""
+MOST_LEASES = 2048
+"""Windows of an order that are remembered: those that were leased last."""
+MOST_READERS = 4096
+"""That are known at a time."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,12 @@ class LeaseTable:
         """Windows that went to another reader, by why."""
 
     def beat(self, beat: Beat) -> None:
-        """A reader is there."""
+        """A reader is there. Raises MesetaError where there are too many."""
         with self._lock:
+            if beat.reader not in self._readers and len(self._at_work()) >= MOST_READERS:
+                raise MesetaError(
+                    f"there are {MOST_READERS:,} readers, the most that a dispatcher knows; start another"
+                )
             reader = self._readers.setdefault(beat.reader, ReaderAtWork(beat, 0.0))
             reader.beat, reader.heard_s = beat, self._clock()
 
@@ -92,6 +100,7 @@ class LeaseTable:
                         continue
                     leases[window] = url
                 answer.append(WindowLease(window=window, reader=leases[window]))
+            forget_oldest(leases, MOST_LEASES)
             return Leases(leases=tuple(answer), num_readers=len(at_work))
 
     def _at_work(self) -> list[str]:
@@ -123,7 +132,9 @@ class LeaseTable:
         """Take a window, and those behind it, from its reader, where there is another."""
         url = leases[window]
         if url in self._readers:
-            self._readers[url].shunned_until_s[run] = self._clock() + SHUN_S
+            shunned = self._readers[url].shunned_until_s
+            shunned[run] = self._clock() + SHUN_S
+            forget_oldest(shunned, MOST_RUNS)
         if len(self._readers) > 1 or url not in self._readers:
             del leases[window]
             self.num_moved[why] += 1
