@@ -1,32 +1,78 @@
-"""Readers and dispatchers that are killed, stopped, cut off and begun again: every row exactly once, in order."""
+"""Readers, dispatchers and ranks that are killed, stopped and begun again, and links that are cut or slow, with keys
+and without: every row exactly once, in order."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from hosts.namespaces import Namespace
 
 from data.test_reader import make_dataset
+from hosts import why_impossible
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.read.served.reader import ServedReader, Service
 from readers.tier import digest
 from sampling import sample
 
 NUM_SCHEDULES = 200
-Process = subprocess.Popen[bytes]
+NUM_EPOCHS = 3
+SILENCE_S = 30.0
+LIMIT_S = 240.0
+"""Of a schedule."""
+RANK = str(Path(__file__).with_name("rank.py"))
+FAST = "qdisc replace dev lo root tbf rate 10gbit burst 1mb limit 64mb"
+SLOW = "qdisc replace dev lo root tbf rate 1mbit burst 128kb limit 4mb"
+MESETA = [sys.executable, "-m", "meseta.cli.main", "readers"]
+Process = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
 def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("faults") / "data", multi_valued=True)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys") / "keys"
+    subprocess.run([*MESETA, "keys", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+class Network:
+    """A loopback of its own, which may be cut and slow; where this machine makes none, that of all."""
+
+    def __init__(self, made: ExitStack) -> None:
+        self._namespace = None if why_impossible() else made.enter_context(Namespace())
+        self.is_own = self._namespace is not None
+        self.port = 7077 if self.is_own else free_port()
+        self.set("link set lo up", FAST)
+
+    def entered(self, command: list[str]) -> list[str]:
+        """The command, as it is run inside."""
+        return command if self._namespace is None else self._namespace.entered(command)
+
+    def set(self, link: str, rate: str | None = None) -> None:
+        """Tell `ip`, and `tc`, so."""
+        if self._namespace is not None:
+            self._namespace.configure("ip", [link])
+            if rate is not None:
+                self._namespace.configure("tc", [rate])
 
 
 def free_port() -> int:
@@ -35,50 +81,99 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Processes:
-    """A dispatcher and readers as users start them, and what happens to them."""
+class Rank:
+    """A rank, what it has told of its batches, and when it said something last."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.url = f"grpc://127.0.0.1:{free_port()}"
+    def __init__(self, network: Network, spec: dict[str, Any]) -> None:
+        """`spec`: as rank.py says."""
+        command = network.entered([sys.executable, RANK, json.dumps(spec)])
+        variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        self.process: Process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        )
+        self.batches: list[dict[str, Any]] = []
+        self.words: list[str] = []
+        self.heard_s = time.monotonic()
+        self._threads = [threading.Thread(target=self._hear, args=(stream,)) for stream in ("stdout", "stderr")]
+        for thread in self._threads:
+            thread.start()
+
+    def _hear(self, stream: str) -> None:
+        with getattr(self.process, stream) as lines:
+            for line in lines:
+                self.heard_s = time.monotonic()
+                if stream == "stdout":
+                    self.batches.append(json.loads(line))
+                else:
+                    self.words.append(line)
+
+    def end(self) -> None:
+        """Kill it, and take what it has said."""
+        self.process.kill()
+        self.process.wait()
+        for thread in self._threads:
+            thread.join()
+
+
+class Schedule:
+    """A dispatcher, readers and ranks as users start them, and what happens to them."""
+
+    def __init__(self, folder: Path, keys: Path | None, network: Network, draw: random.Random) -> None:
+        self._folder, self._draw, self._network = folder, draw, network
+        self.address = f"127.0.0.1:{network.port}"
+        self.url = f"grpc{'' if keys is None else '+tls'}://{self.address}"
+        self._keys = [] if keys is None else ["--keys", str(keys)]
         self.readers: list[Process] = []
         self.stopped: set[Process] = set()
+        self.num_events = draw.randint(4, 8)
         self.dispatcher = self._dispatch()
         self.join()
 
+    def happens(self) -> bool:
+        """Wait a little, and let something happen; at last all goes on. Returns whether the training lives."""
+        time.sleep(self._draw.uniform(0.1, 1.0))
+        if not self.num_events:
+            self.mend()
+            self.go_on()
+            return True
+        self.num_events -= 1
+        links = [self.cut, self.slow, self.mend] if self._network.is_own else []
+        events: list[Callable[[], None]] = [self.kill, self.stop, self.go_on, self.restart, self.join, *links]
+        self._draw.choice(events)()
+        return self._draw.random() > 0.15
+
     def _dispatch(self) -> Process:
-        address = self.url.removeprefix("grpc://")
-        process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", address, out=subprocess.PIPE)
+        process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", self.address)
         assert process.stdout is not None
         with process.stdout as said:
-            assert said.readline().startswith(b"dispatcher at")
+            assert said.readline().startswith("dispatcher at")
         return process
 
-    def _start(self, *arguments: str, out: int = subprocess.DEVNULL) -> Process:
-        command = [sys.executable, "-m", "meseta.cli.main", "readers", *arguments]
-        return subprocess.Popen(command, stdout=out)
+    def _start(self, *arguments: str) -> Process:
+        out = subprocess.PIPE if arguments[0] == "dispatch" else subprocess.DEVNULL
+        return subprocess.Popen(self._network.entered([*MESETA, *arguments, *self._keys]), stdout=out, text=True)
 
     def join(self) -> None:
         """One more reader."""
         self.readers.append(self._start("work", "--dispatcher", self.url))
 
-    def kill(self, draw: random.Random) -> None:
+    def kill(self) -> None:
         """A reader dies; another comes where it was the last that ran."""
-        victim = draw.choice(self.readers)
+        victim = self._draw.choice(self.readers)
         self.readers.remove(victim)
         self.stopped.discard(victim)
         self._keep_one()
         victim.kill()
         victim.wait()
 
-    def stop(self, draw: random.Random) -> None:
+    def stop(self) -> None:
         """A reader stands still; another comes where it was the last that ran."""
-        self.stopped.add(draw.choice(self.readers))
+        self.stopped.add(self._draw.choice(self.readers))
         self._keep_one()
         for reader in self.stopped:
             os.kill(reader.pid, signal.SIGSTOP)
 
-    def go_on(self, draw: random.Random) -> None:
+    def go_on(self) -> None:
         """All go on."""
         for reader in self.readers:
             os.kill(reader.pid, signal.SIGCONT)
@@ -88,11 +183,23 @@ class Processes:
         if self.stopped.issuperset(self.readers):
             self.join()
 
-    def restart(self, draw: random.Random) -> None:
+    def restart(self) -> None:
         """The dispatcher dies, and another is begun in its place."""
         self.dispatcher.kill()
         self.dispatcher.wait()
         self.dispatcher = self._dispatch()
+
+    def cut(self) -> None:
+        """Nothing comes through."""
+        self._network.set("link set lo down")
+
+    def slow(self) -> None:
+        """A megabit per second does."""
+        self._network.set("link set lo up", SLOW)
+
+    def mend(self) -> None:
+        """All does."""
+        self._network.set("link set lo up", FAST)
 
     def end(self) -> None:
         for process in [self.dispatcher, *self.readers]:
@@ -101,35 +208,74 @@ class Processes:
 
 
 @pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 2, seed=0))
-def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path) -> None:
     """Numbers of rows as they came are held against a plain read of the files, not against a reader of ours."""
     draw = random.Random(seed)
-    num_ranks = draw.choice([1, 2, 3])
     options = ReaderOptions(
         batch_size=draw.choice([10, 37]), shuffle=True, seed=seed, window_rows=90, prefetch_batches=draw.choice([0, 2])
     )
-    processes = Processes(jagged.dir)
-    what_happens = [processes.kill, processes.stop, processes.go_on, processes.restart, lambda _: processes.join()]
-    try:
-        service = Service(url=processes.url, give_up_s=60.0)
-        ranks = [ServedReader(service, "train", options, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
-        local = [Reader(jagged, "train", options, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
-        came = zip(*(reader.epochs(3) for reader in ranks), strict=True)
-        expected = zip(*(reader.epochs(3) for reader in local), strict=True)
-        numbers: Counter[tuple[int, int]] = Counter()
-        for slices, same in zip(came, expected, strict=True):
-            assert list(map(digest, slices)) == list(map(digest, same))
-            position = slices[0].position
-            assert position is not None
-            epoch = position.epoch - (position.row == 0)
-            numbers.update((epoch, int(row)) for batch in slices for row in batch.dense[:, 0])
-            if draw.random() < 0.12:
-                draw.choice(what_happens)(draw)
-        assert numbers == Counter((epoch, row) for epoch in range(3) for row in plain_rows(jagged))
-        for process in [processes.dispatcher, *processes.readers]:
+    folder_of_keys = keys if seed >= NUM_SCHEDULES // 2 else None
+    numbers: Counter[tuple[int, int]] = Counter()
+    state: dict[str, Any] | None = None
+    with ExitStack() as made:
+        network = Network(made)
+        schedule = Schedule(jagged.dir, folder_of_keys, network, draw)
+        made.callback(schedule.end)
+        spec = {
+            "service": {"url": schedule.url, "give_up_s": 120.0, "keys": folder_of_keys and str(folder_of_keys)},
+            "options": asdict(options),
+            "run": f"schedule {seed}",
+            "num_epochs": NUM_EPOCHS,
+            "pause_s": 0.02,
+        }
+        attempts, until_s = count(), time.monotonic() + LIMIT_S
+        while state is None or state["epoch"] < NUM_EPOCHS:
+            num_ranks = draw.choice([1, 2, 3])
+            mine = {**spec, "num_ranks": num_ranks, "attempt": next(attempts), "state": state}
+            ranks = [Rank(network, {**mine, "rank": rank}) for rank in range(num_ranks)]
+            try:
+                live(ranks, schedule, until_s)
+            finally:
+                for rank in ranks:
+                    rank.end()
+            came = list(zip(*(rank.batches for rank in ranks), strict=False))  # on all of them: a checkpoint
+            numbers.update(taken(came, jagged, options, state))
+            state = came[-1][0]["state"] if came else state
+        for process in [schedule.dispatcher, *schedule.readers]:
             assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-    finally:
-        processes.end()
+    assert numbers == Counter((epoch, row) for epoch in range(NUM_EPOCHS) for row in plain_rows(jagged))
+
+
+def live(ranks: list[Rank], schedule: Schedule, until_s: float) -> None:
+    """Until all have ended, or the training is killed; a rank that cannot begin kills it, too."""
+    while any(rank.process.poll() is None for rank in ranks):
+        now_s = time.monotonic()
+        assert now_s < until_s, "it goes on for ever"
+        for rank in ranks:
+            if rank.process.poll():
+                assert not rank.batches and "cannot be reached" in "".join(rank.words), "".join(rank.words)
+                return schedule.mend()
+            assert rank.process.poll() == 0 or now_s - rank.heard_s < SILENCE_S, "a rank is silent"
+        if not schedule.happens():
+            return None
+    return None
+
+
+def taken(
+    came: list[tuple[dict[str, Any], ...]], dataset: Dataset, options: ReaderOptions, state: dict[str, Any] | None
+) -> Iterator[tuple[int, int]]:
+    """Epoch and number of each row of batches that came, which must be those of local readers from `state` on."""
+    locally = []
+    for rank in range(len(came[0]) if came else 0):
+        reader = Reader(dataset, "train", options, rank=rank, num_ranks=len(came[0]))
+        if state is not None:
+            reader.set_state(state)
+        locally.append(reader.epochs(NUM_EPOCHS))
+    for slices in came:
+        assert [part["digest"] for part in slices] == [digest(next(reader))[0] for reader in locally]
+        assert all(part["state"] == slices[0]["state"] for part in slices)
+        after = slices[0]["state"]
+        yield from ((after["epoch"] - (after["row"] == 0), row) for part in slices for row in part["rows"])
 
 
 def plain_rows(dataset: Dataset) -> list[int]:

@@ -1,0 +1,43 @@
+"""A rank as a process of its own: it writes which rows came, and where its reader stands, a line for each batch.
+
+python rank.py SPEC    JSON: service, options, rank, num_ranks, run, attempt, state, num_epochs, pause_s
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from meseta.data import ReaderOptions
+from meseta.data.read.served.reader import Run, ServedReader, Service
+from meseta.errors import MesetaError
+from readers.tier import digest
+
+
+def main() -> None:
+    """Read until all epochs are complete."""
+    spec = json.loads(sys.argv[1])
+    keys = spec["service"].pop("keys")
+    reader = ServedReader(
+        Service(keys=None if keys is None else Path(keys), **spec["service"]),
+        "train",
+        ReaderOptions(**spec["options"]),
+        rank=spec["rank"],
+        num_ranks=spec["num_ranks"],
+        run=Run(name=spec["run"], attempt=spec["attempt"]),
+    )
+    if spec["state"] is not None:
+        reader.set_state(spec["state"])
+    for batch in reader.epochs(spec["num_epochs"]):
+        rows = [int(row) for row in batch.dense[:, 0]]
+        print(json.dumps({"rows": rows, "digest": digest(batch)[0], "state": reader.get_state()}), flush=True)
+        time.sleep(spec["pause_s"])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MesetaError as error:
+        sys.exit(str(error))
