@@ -1,0 +1,186 @@
+"""Parquet to tensors over loopback with two workers: `meseta readers` beside tf.data service and Ray Data.
+
+    PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_reader_peers.py [num_rows]
+
+Default 500,000 rows, synthetic. PEER_PYTHON has tensorflow-cpu and ray[data] beside torch and pyarrow; one that lacks
+is named. tf.data service reads TFRecords, as it has no reader of Parquet: examples that its workers parse batch by
+batch, and beside them records that are the bytes of whole batches, which they cut. Every measurement is a process of its own,
+and takes turns. Appends to benchmarks/results.csv.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_ingest import SYNTH
+from bench_readers import BATCH_SIZES, NUM_ROUNDS, OURS, READ, SERVED, measured, tier
+from record import record
+
+RAY = """
+import glob, json, os, sys, time
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+import ray
+ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+def rows_of_an_epoch():
+    [shard] = ray.data.read_parquet(sorted(glob.glob(sys.argv[1] + "/train/*.parquet"))).streaming_split(1)
+    label = sys.argv[3]
+    return sum(len(batch[label]) for batch in shard.iter_torch_batches(batch_size=int(sys.argv[2])))
+rows_of_an_epoch()  # workers have begun
+start = time.perf_counter()
+num_rows = rows_of_an_epoch()
+print(json.dumps([num_rows, time.perf_counter() - start]))
+"""
+TF_WRITE = """
+import glob, sys
+import numpy as np, pyarrow.parquet as pq, tensorflow as tf
+data, out, num_dense = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def record(**features):
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+for number, path in enumerate(sorted(glob.glob(data + "/train/*.parquet"))):
+    table = pq.read_table(path)
+    names = table.column_names
+    label = table.column(0).to_numpy().astype(np.float32)
+    dense = np.stack([table.column(i).to_numpy() for i in range(1, 1 + num_dense)], 1).astype(np.float32)
+    ids = np.stack([table.column(i).to_numpy() for i in range(1 + num_dense, len(names))], 1).astype(np.int32)
+    with tf.io.TFRecordWriter(f"{out}/examples-{number}") as writer:
+        for l, d, i in zip(label.tolist(), dense.tolist(), ids.tolist()):
+            writer.write(record(
+                label=tf.train.Feature(float_list=tf.train.FloatList(value=[l])),
+                dense=tf.train.Feature(float_list=tf.train.FloatList(value=d)),
+                ids=tf.train.Feature(int64_list=tf.train.Int64List(value=i)),
+            ))
+    for size in (2048, 8192):
+        with tf.io.TFRecordWriter(f"{out}/raw{size}-{number}") as writer:
+            for at in range(0, len(label) - size + 1, size):
+                parts = (label[at:at + size], dense[at:at + size], ids[at:at + size])
+                writer.write(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+"""
+TF_WORKER = """
+import sys, tensorflow as tf
+service = tf.data.experimental.service
+if sys.argv[1] == "dispatch":
+    server = service.DispatchServer(service.DispatcherConfig(port=0))
+    print(server.target.split("://")[1], flush=True)
+else:
+    server = service.WorkerServer(service.WorkerConfig(dispatcher_address=sys.argv[1]))
+    print("works", flush=True)
+server.join()
+"""
+TF_READ = """
+import glob, json, sys, time
+import tensorflow as tf
+folder, size, kind, address = sys.argv[1], int(sys.argv[2]), *sys.argv[3:5]
+num_dense, num_sparse = map(int, sys.argv[5:])
+def examples():
+    form = {
+        "label": tf.io.FixedLenFeature([], tf.float32),
+        "dense": tf.io.FixedLenFeature([num_dense], tf.float32),
+        "ids": tf.io.FixedLenFeature([num_sparse], tf.int64),
+    }
+    return tf.data.TFRecordDataset(sorted(glob.glob(folder + "/examples-*"))).batch(size).map(
+        lambda records: tf.io.parse_example(records, form), num_parallel_calls=tf.data.AUTOTUNE)
+def cut(record):
+    whole = tf.io.decode_raw(record, tf.int32)
+    dense_end = size * (1 + num_dense)
+    return {
+        "label": tf.bitcast(whole[:size], tf.float32),
+        "dense": tf.reshape(tf.bitcast(whole[size:dense_end], tf.float32), [size, num_dense]),
+        "ids": tf.cast(tf.reshape(whole[dense_end:], [size, num_sparse]), tf.int64),
+    }
+def raw():
+    return tf.data.TFRecordDataset(sorted(glob.glob(f"{folder}/raw{size}-*"))).map(
+        cut, num_parallel_calls=tf.data.AUTOTUNE)
+def rows_of_an_epoch():
+    policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
+    served = tf.data.experimental.service.distribute(policy, "grpc://" + address)
+    made = (examples() if kind == "examples" else raw()).apply(served).prefetch(tf.data.AUTOTUNE)
+    return sum(int(batch["label"].shape[0]) for batch in made)
+rows_of_an_epoch()
+start = time.perf_counter()
+num_rows = rows_of_an_epoch()
+print(json.dumps([num_rows, time.perf_counter() - start]))
+"""
+
+
+def rows_per_s(python: str, program: str, *arguments: str) -> float:
+    """Of a program that prints [rows, seconds] last. Raises RuntimeError with what it says otherwise."""
+    done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-600:])
+    num_rows, seconds = json.loads(done.stdout.strip().splitlines()[-1])
+    return num_rows / seconds
+
+
+def lacks(python: str, module: str) -> bool:
+    """Whether a peer is not there; says so."""
+    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{module} is left out: {done.stderr.strip().splitlines()[-1]}")
+    return done.returncode != 0
+
+
+def main() -> None:
+    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 500_000
+    python = os.environ.get("PEER_PYTHON", sys.executable)
+    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
+        raw, data, records = f"{folder}/raw", f"{folder}/data", f"{folder}/records"
+        subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
+        prepare = [sys.executable, "-m", "meseta.cli.main", "prepare", f"{raw}/*.tsv", "--out", data]
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        described = json.loads(Path(data, "dataset.json").read_text())
+        sizes = [str(len(described[kind])) for kind in ("dense", "sparse")]
+        servers: list[subprocess.Popen[str]] = []
+        try:
+            peers = {}
+            if not lacks(python, "ray.data"):
+                peers["Ray Data"] = lambda size: rows_per_s(python, RAY, data, str(size), "label")
+            if not lacks(python, "tensorflow"):
+                Path(records).mkdir()
+                subprocess.run([python, "-c", TF_WRITE, data, records, sizes[0]], check=True, stderr=subprocess.DEVNULL)
+                address = serve(servers, python, "dispatch")
+                for _ in range(2):
+                    serve(servers, python, address)
+                for kind in ("examples", "raw"):
+                    peers[f"tf.data service, {kind}"] = lambda size, kind=kind: rows_per_s(
+                        python, TF_READ, records, str(size), kind, address, *sizes
+                    )
+            with tier(data) as url:
+                for batch_size in BATCH_SIZES:
+                    compare(f"{num_rows} rows", [data, url], batch_size, peers)
+        finally:
+            for server in servers:
+                server.kill()
+                server.wait()
+
+
+def serve(servers: list[subprocess.Popen[str]], python: str, what: str) -> str:
+    """Start a server of tf.data service; what it says first."""
+    server = subprocess.Popen(
+        [python, "-c", TF_WORKER, what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    servers.append(server)
+    assert server.stdout is not None
+    return server.stdout.readline().strip()
+
+
+def compare(case: str, arguments: list[str], batch_size: int, peers: dict) -> None:
+    """Rows a second, in turns."""
+    setup = OURS.replace("BATCH", str(batch_size)).replace("SHUFFLE", "False")
+    found = {name: [] for name in ("served", *peers)}
+    for _ in range(NUM_ROUNDS):
+        found["served"].append(measured((f"{setup}\n{SERVED}", READ), arguments)[0])
+        for name, peer in peers.items():
+            found[name].append(peer(batch_size))
+    ours = statistics.median(found.pop("served"))
+    for name, values in found.items():
+        what = f"batches of {batch_size}, 2 workers"
+        record("readers", case, what, ours, "rows/s", peer=name, peer_value=statistics.median(values))
+
+
+if __name__ == "__main__":
+    main()
