@@ -17,6 +17,7 @@ import pytest
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.served.reader import ServedReader, Service
+from meseta.readers.key_folder import make_keys
 from readers.tier import digest
 from sampling import sample
 
@@ -29,6 +30,13 @@ def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("faults") / "data", multi_valued=True)
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "keys"
+    make_keys(folder, ["127.0.0.1"], days=9)
+    return folder
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,16 +46,16 @@ def free_port() -> int:
 class Processes:
     """A dispatcher and readers as users start them, and what happens to them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.url = f"grpc://127.0.0.1:{free_port()}"
+    def __init__(self, folder: Path, keys: Path | None) -> None:
+        self._folder, self._keys = folder, keys
+        self.url = f"grpc{'' if keys is None else '+tls'}://127.0.0.1:{free_port()}"
         self.readers: list[Process] = []
         self.stopped: set[Process] = set()
         self.dispatcher = self._dispatch()
         self.join()
 
     def _dispatch(self) -> Process:
-        address = self.url.removeprefix("grpc://")
+        address = self.url.partition("://")[2]
         process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", address, out=subprocess.PIPE)
         assert process.stdout is not None
         with process.stdout as said:
@@ -56,6 +64,7 @@ class Processes:
 
     def _start(self, *arguments: str, out: int = subprocess.DEVNULL) -> Process:
         command = [sys.executable, "-m", "meseta.cli.main", "readers", *arguments]
+        command += [] if self._keys is None else ["--keys", str(self._keys)]
         return subprocess.Popen(command, stdout=out)
 
     def join(self) -> None:
@@ -101,17 +110,20 @@ class Processes:
 
 
 @pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 2, seed=0))
-def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
-    """Numbers of rows as they came are held against a plain read of the files, not against a reader of ours."""
-    draw = random.Random(seed)
+def test_every_row_once_whatever_happens(
+    seed: int, jagged: Dataset, keys: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers of rows as they came are held against a plain read of the files, not against a reader of ours. Half
+    of the schedules is encrypted."""
+    draw, shown = random.Random(seed), keys if seed < NUM_SCHEDULES // 2 else None
     num_ranks = draw.choice([1, 2, 3])
     options = ReaderOptions(
         batch_size=draw.choice([10, 37]), shuffle=True, seed=seed, window_rows=90, prefetch_batches=draw.choice([0, 2])
     )
-    processes = Processes(jagged.dir)
+    processes = Processes(jagged.dir, shown)
     what_happens = [processes.kill, processes.stop, processes.go_on, processes.restart, lambda _: processes.join()]
     try:
-        service = Service(url=processes.url, give_up_s=60.0)
+        service = Service(url=processes.url, keys=shown, give_up_s=60.0)
         ranks = [ServedReader(service, "train", options, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
         local = [Reader(jagged, "train", options, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
         came = zip(*(reader.epochs(3) for reader in ranks), strict=True)
