@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from meseta.data.read.cut import BatchCut
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows
-from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
+from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowMade, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
+from meseta.data.read.window_times import WindowTimes
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import OwnServer
 from meseta.readers.window_store import WindowStore, forget_oldest
@@ -31,6 +33,24 @@ BUFFER_BYTES = 512 << 20
 """Of decoded windows, where nobody says more."""
 MOST_SPLITS = 16
 """Splits, and choices of their rows, that are held open."""
+
+
+@dataclass(frozen=True)
+class DecodedWindow:
+    """A window as it is held for the ranks."""
+
+    window: Window
+    rows: Rows
+    times: WindowTimes
+    ready_at_s: float
+    """On the clock of time.monotonic()."""
+
+    def made(self) -> WindowMade:
+        """What ranks are told of it now."""
+        times, ready_s = self.times, time.monotonic() - self.ready_at_s
+        return WindowMade(
+            storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, ready_s=ready_s
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,7 @@ class WindowReader:
     """Decodes windows and cuts them for ranks. Threads share it."""
 
     def __init__(self, dispatcher: Dispatcher, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.windows: WindowStore[tuple[Window, Rows]] = WindowStore(buffer_bytes, lambda window: num_bytes(window[1]))
+        self.windows: WindowStore[DecodedWindow] = WindowStore(buffer_bytes, lambda held: num_bytes(held.rows))
         self.num_rows = 0
         """Decoded since it began."""
         self._dispatcher = dispatcher
@@ -63,9 +83,9 @@ class WindowReader:
         """Of the record batches of `read`. Raises what `read` raises."""
         return self._open(rows).schema
 
-    def read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch]:
-        """A rank's rows of a window, those that it has had left out. Raises MesetaError for rows that there are not,
-        and for a damaged file."""
+    def read(self, ticket: WindowTicket) -> Iterator[tuple[pa.RecordBatch, WindowMade | None]]:
+        """A rank's rows of a window, those that it has had left out; the first of them with how they came about. Raises
+        MesetaError for rows that there are not, and for a damaged file."""
         session = ticket.session
         split = self._open(session.rows)
         order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch)
@@ -91,18 +111,19 @@ class WindowReader:
             rank,
             (stop - start) * _row_bytes(split.dataset),
             lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
-        ) as (window, rows):
+        ) as held:
             places = wanted[owners == rank][ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
-                taken = rows.take(_index(places[at : at + MOST_ROWS], window.rows))
-                yield to_record_batch(taken, split.dataset, split.schema)
+                taken = held.rows.take(_index(places[at : at + MOST_ROWS], held.window.rows))
+                batch = to_record_batch(taken, split.dataset, split.schema)
+                yield batch, None if at else held.made()
 
-    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> tuple[Window, Rows]:
-        window = order.window(index)
-        rows = split.files.read(window.groups, by_row=by_row)
+    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> DecodedWindow:
+        window, times = order.window(index), WindowTimes()
+        rows = split.files.read(window.groups, by_row=by_row, times=times)
         with self._count_lock:
             self.num_rows += window.num_rows
-        return window, rows
+        return DecodedWindow(window, rows, times, time.monotonic())
 
     def _open(self, rows: RowsAsked) -> OpenSplit:
         with self._lock:
@@ -169,9 +190,10 @@ class ReadServer(OwnServer):
         except Exception as error:
             raise as_flight_error(error) from None
 
-    def _read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch]:
+    def _read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
         try:
-            yield from self._reader.read(ticket)
+            for batch, made in self._reader.read(ticket):
+                yield batch if made is None else (batch, made.to_bytes())
         except Exception as error:
             raise as_flight_error(error) from None
 

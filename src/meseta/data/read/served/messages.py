@@ -25,6 +25,7 @@ TABLE_BYTES = 1 << 32
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 
 
 Received = TypeVar("Received", bound="Message")
@@ -216,6 +217,17 @@ class WindowTicket(Message):
     last_batch: LastBatch
     num_had: Number = 0
     """Rows that this rank has had of it, which are left out."""
+
+
+class WindowMade(Message):
+    """How a window that was asked for came about; comes beside the first record batch of its rows."""
+
+    storage_s: Seconds
+    decode_s: Seconds
+    transform_s: Seconds
+    """As in WindowTimes."""
+    ready_s: Seconds
+    """Since when it was decoded, as this is sent; it may have been for another rank."""
 
 
 class Beat(Message):
