@@ -41,7 +41,7 @@ def asked(
 
 
 def beat(name: str) -> Beat:
-    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again=0)
+    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again={}, busy_s=0.0)
 
 
 def of(table: LeaseTable, *windows: int, **options: object) -> dict[int, str]:
@@ -124,4 +124,4 @@ def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[
         reader = of(table, window)[window]
         assert clock.now_s - there[reader] <= LOST_S
         clock.now_s += 2.0 * passes
-    assert sum(table.num_leases().values()) <= 300 + KEPT_WINDOWS
+    assert sum(reader.num_leases for reader in table.readers()) <= 300 + KEPT_WINDOWS

@@ -76,30 +76,20 @@ def work(
 def status(
     dispatcher: Annotated[str, typer.Argument(help="URL of the dispatcher.")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="For a file that Prometheus reads.")] = False,
 ) -> None:
-    """Readers that are there, what they hold and have decoded, and windows that went to another one."""
+    """Readers that are there, what they hold and have decoded and how fast, windows that were decoded again or went to
+    another one, and who waits for rows."""
     from meseta.data.read.served.service import Dispatcher
-    from meseta.machine.files import parse_json
-    from meseta.telemetry.shown import byte_size, count
+    from meseta.readers.shown import prometheus_text, status_lines
 
-    text = Dispatcher(dispatcher).status().decode()
+    found = Dispatcher(dispatcher).status()
     if as_json:
-        print(text)
-        return
-    found = parse_json(text.encode())
-    for name, folder in found["datasets"].items():
-        print(f"dataset {name}: {folder}")
-    for reader in found["readers"]:
-        held, most = byte_size(reader["held_bytes"]), byte_size(reader["buffer_bytes"])
-        rows, windows = count(reader["num_rows"]), count(reader["num_windows"])
-        print(f"reader {reader['reader']}: {reader['num_leases']} windows leased, {held} of {most} held; "
-              f"{rows} rows in {windows} windows decoded, {count(reader['num_again'])} of them again")  # fmt: skip
-    print(f"{len(found['readers'])} readers; windows that went to another one: {_moved(found['num_moved'])}")
-
-
-def _moved(num_moved: dict[str, int]) -> str:
-    words = {"silent": "of one that fell silent", "lost": "after trouble", "slow": "of a slow one"}
-    return ", ".join(f"{num} {words[why]}" for why, num in num_moved.items()) or "none"
+        print(found.model_dump_json())
+    elif prometheus:
+        print(prometheus_text(found), end="")
+    else:
+        print("\n".join(status_lines(found)))
 
 
 def _named(text: str) -> tuple[str, Path]:

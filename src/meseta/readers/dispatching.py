@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from pyarrow import flight
@@ -15,6 +14,7 @@ from meseta.data.read.served.messages import (
     LeaseRequest,
     Message,
     TableRequest,
+    TierStatus,
 )
 from meseta.data.read.served.service import as_flight_error
 from meseta.readers.catalog import Catalog
@@ -42,13 +42,14 @@ class DispatchServer(OwnServer):
             return iter([answer.to_bytes()])
         return iter([answer]) if isinstance(answer, bytes) else answer
 
-    def status(self) -> dict[str, object]:
-        """What there is, as plain data."""
-        held = self._leases.num_leases()
-        readers = [
-            {**reader.beat.model_dump(), "num_leases": held[reader.beat.reader]} for reader in self._leases.readers()
-        ]
-        return {"datasets": self._catalog.folders, "readers": readers, "num_moved": dict(self._leases.num_moved)}
+    def status(self) -> TierStatus:
+        """What there is."""
+        return TierStatus(
+            datasets=self._catalog.folders,
+            readers=tuple(self._leases.readers()),
+            sessions=tuple(self._leases.sessions()),
+            num_moved=dict(self._leases.num_moved),
+        )
 
     def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
         match what:
@@ -64,5 +65,5 @@ class DispatchServer(OwnServer):
                 self._leases.beat(Beat.from_bytes(body, sender))
                 return BeatAnswer(datasets=self._catalog.folders)
             case "status":
-                return json.dumps(self.status()).encode()
+                return self.status()
         raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")

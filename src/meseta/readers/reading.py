@@ -24,6 +24,7 @@ from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_e
 from meseta.data.read.window_times import WindowTimes
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import OwnServer
+from meseta.readers.rates import BusyTime
 from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
 
@@ -69,6 +70,8 @@ class WindowReader:
         self.windows: WindowStore[DecodedWindow] = WindowStore(buffer_bytes, lambda held: num_bytes(held.rows))
         self.num_rows = 0
         """Decoded since it began."""
+        self.busy = BusyTime()
+        """While it decodes."""
         self._dispatcher = dispatcher
         self._folders: dict[str, Path] = {}
         self._splits: dict[RowsAsked, OpenSplit] = {}
@@ -120,7 +123,8 @@ class WindowReader:
 
     def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> DecodedWindow:
         window, times = order.window(index), WindowTimes()
-        rows = split.files.read(window.groups, by_row=by_row, times=times)
+        with self.busy.at_work():
+            rows = split.files.read(window.groups, by_row=by_row, times=times)
         with self._count_lock:
             self.num_rows += window.num_rows
         return DecodedWindow(window, rows, times, time.monotonic())
@@ -207,7 +211,8 @@ class ReadServer(OwnServer):
                 buffer_bytes=windows.most_bytes,
                 num_rows=self._reader.num_rows,
                 num_windows=windows.num_decoded,
-                num_again=windows.num_again,
+                num_again=dict(windows.num_again),
+                busy_s=self._reader.busy.seconds,
             )
             try:
                 answer = self._dispatcher.beat(beat)

@@ -46,6 +46,9 @@ class Waits:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._since_take: dict[str, RowWait] = {}
+        self._first_s: float | None = None
+        self._still_since_s: float | None = None
+        self._stood_s = 0.0
 
     def end(self) -> None:
         """Nobody waits any more."""
@@ -59,6 +62,30 @@ class Waits:
     def count(self, reader: str, wait: RowWait) -> None:
         """Rows of a reader were waited for."""
         self._since_take[reader] = self._since_take.get(reader, RowWait()) + wait
+
+    def stand_still(self) -> None:
+        """Whoever takes the batches waits from now on."""
+        self._still_since_s = time.monotonic()
+
+    def go_on(self) -> float:
+        """It has a batch; returns for how long it has waited."""
+        now_s = time.monotonic()
+        waited_s = 0.0 if self._still_since_s is None else now_s - self._still_since_s
+        self._still_since_s = None
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._stood_s += waited_s
+        return waited_s
+
+    def standing(self) -> tuple[float, float]:
+        """For how long whoever takes the batches has stood still since it had the first one, and how long ago that
+        was. Of any thread."""
+        since_s, first_s, now_s = self._still_since_s, self._first_s, time.monotonic()
+        if first_s is None:
+            return 0.0, 0.0
+        still_s = 0.0 if since_s is None else now_s - since_s
+        return min(self._stood_s + still_s, now_s - first_s), now_s - first_s
 
     def take(self) -> dict[str, RowWait]:
         """What was counted since the last call, by reader."""
@@ -81,28 +108,22 @@ class MadeBatch(NamedTuple):
 class Batches(Iterator[Batch]):
     """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
 
-    def __init__(
-        self,
-        ahead: Prefetch[MadeBatch],
-        move_on: Callable[[MadeBatch, float], Batch],
-        end_waiting: Callable[[], None],
-    ) -> None:
-        """`move_on` is given each batch with the seconds for which it was waited here; `end_waiting` makes the thread
-        that reads ahead end at once, where it waits for others."""
-        self._ahead, self._move_on, self._end_waiting = ahead, move_on, end_waiting
+    def __init__(self, ahead: Prefetch[MadeBatch], move_on: Callable[[MadeBatch, float], Batch], waits: Waits) -> None:
+        """`move_on` is given each batch with the seconds for which it was waited here; `waits` is what the thread that
+        reads ahead waits by."""
+        self._ahead, self._move_on, self._waits = ahead, move_on, waits
 
     def __next__(self) -> Batch:
-        begin_s = time.perf_counter()
-        # No name here holds a batch until the next one.
-        return self._move_on(next(self._ahead), time.perf_counter() - begin_s)
+        self._waits.stand_still()
+        return self._move_on(next(self._ahead), self._waits.go_on())  # no name here holds a batch until the next one
 
     def close(self) -> None:
         """End the thread that reads ahead; no batch comes any more."""
-        self._end_waiting()
+        self._waits.end()
         self._ahead.close()
 
     def __del__(self) -> None:
-        self._end_waiting()  # the thread ends with its Prefetch
+        self._waits.end()  # the thread ends with its Prefetch
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
@@ -192,7 +213,7 @@ class BatchReader(ABC):
         """
         waits = Waits()
         batches = self._produce(*self.position, num_epochs, waits)
-        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on, waits.end)
+        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on, waits)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
         """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank and

@@ -42,6 +42,8 @@ SAY_S = 10.0
 """So often a rank that waits says why."""
 TRY_AGAIN_S = 0.5
 """Between questions for a reader, where there is none."""
+TELL_S = 3.0
+"""So often a rank tells how long it has waited."""
 MOST_AHEAD = 8
 """Windows that are asked for before their turn, at most."""
 
@@ -72,9 +74,19 @@ class EpochAsked:
         )
         return flight.Ticket(ticket.to_bytes())
 
-    def leases(self, windows: Sequence[int], troubles: Sequence[ReaderTrouble] = ()) -> LeaseRequest:
-        """The question who reads windows."""
-        return LeaseRequest(session=self.session, epoch=self.epoch, windows=tuple(windows), troubles=tuple(troubles))
+    def leases(
+        self, windows: Sequence[int], troubles: Sequence[ReaderTrouble], standing: tuple[float, float]
+    ) -> LeaseRequest:
+        """The question who reads windows; `standing`: for how long this rank has stood still, and of how long."""
+        waited_s, passed_s = standing
+        return LeaseRequest(
+            session=self.session,
+            epoch=self.epoch,
+            windows=tuple(windows),
+            troubles=tuple(troubles),
+            waited_s=waited_s,
+            passed_s=passed_s,
+        )
 
     def rows(self, batch: pa.RecordBatch, sender: str) -> ReceivedRows:
         """What came, checked."""
@@ -231,6 +243,8 @@ class ServedRows:
         self._windows: dict[int, ComingWindow] = {}
         self._next = order.find(asked.begin)
         self._num_ahead = 1
+        self._is_over = threading.Event()
+        threading.Thread(target=self._tell, name="meseta-tell", daemon=True).start()
 
     def take(self, first: int, last: int) -> Rows:
         """Rows first..last-1 of the epoch; slice after slice of the cut. Raises MesetaError for what a reader has met,
@@ -245,6 +259,7 @@ class ServedRows:
 
     def close(self) -> None:
         """Nobody wants rows any more."""
+        self._is_over.set()
         for window in self._windows.values():
             window.close()
 
@@ -288,7 +303,13 @@ class ServedRows:
 
     def _lease(self, windows: Sequence[int], troubles: Sequence[ReaderTrouble] = ()) -> Leases:
         with self._without_reader():
-            return self._dispatcher.lease(self._asked.leases(windows, troubles))
+            return self._dispatcher.lease(self._asked.leases(windows, troubles, self._waits.standing()))
+
+    def _tell(self) -> None:
+        """Tell the dispatcher now and then how this rank fares, also while it asks for nothing."""
+        while not self._is_over.wait(TELL_S):
+            with suppress(MesetaError):  # who asks for windows meets it too
+                self._dispatcher.lease(self._asked.leases((), (), self._waits.standing()))
 
     @contextmanager
     def _without_reader(self) -> Iterator[None]:
