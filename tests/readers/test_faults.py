@@ -43,6 +43,7 @@ class Processes:
         self.url = f"grpc://127.0.0.1:{free_port()}"
         self.readers: list[Process] = []
         self.stopped: set[Process] = set()
+        self.left: list[Process] = []
         self.dispatcher = self._dispatch()
         self.join()
 
@@ -88,6 +89,16 @@ class Processes:
         if self.stopped.issuperset(self.readers):
             self.join()
 
+    def leave(self, draw: random.Random) -> None:
+        """A reader is told to go, as one that is not wanted any more; another comes where it was the last that ran."""
+        leaving = draw.choice(self.readers)
+        if leaving in self.stopped:
+            return
+        self.readers.remove(leaving)
+        self.left.append(leaving)
+        self._keep_one()
+        leaving.terminate()
+
     def restart(self, draw: random.Random) -> None:
         """The dispatcher dies, and another is begun in its place."""
         self.dispatcher.kill()
@@ -95,7 +106,7 @@ class Processes:
         self.dispatcher = self._dispatch()
 
     def end(self) -> None:
-        for process in [self.dispatcher, *self.readers]:
+        for process in [self.dispatcher, *self.readers, *self.left]:
             process.kill()
             process.wait()
 
@@ -109,7 +120,8 @@ def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, capfd: pyte
         batch_size=draw.choice([10, 37]), shuffle=True, seed=seed, window_rows=90, prefetch_batches=draw.choice([0, 2])
     )
     processes = Processes(jagged.dir)
-    what_happens = [processes.kill, processes.stop, processes.go_on, processes.restart, lambda _: processes.join()]
+    what_happens = [processes.kill, processes.stop, processes.go_on, processes.restart, processes.leave]
+    what_happens.append(lambda _: processes.join())
     try:
         service = Service(url=processes.url, give_up_s=60.0)
         ranks = [ServedReader(service, "train", options, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]

@@ -13,6 +13,7 @@ from meseta.data.read.served.messages import (
     DescribeRequest,
     LeaseRequest,
     Message,
+    ReadersWanted,
     TableRequest,
     TierStatus,
 )
@@ -20,6 +21,7 @@ from meseta.data.read.served.service import as_flight_error
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import OwnServer
+from meseta.readers.scale import ReaderScale
 from meseta.spec import MesetaError
 
 ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
@@ -28,9 +30,10 @@ ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 class DispatchServer(OwnServer):
     """Answers trainers and readers."""
 
-    def __init__(self, location: str, catalog: Catalog, leases: LeaseTable) -> None:
+    def __init__(self, location: str, catalog: Catalog, leases: LeaseTable, scale: ReaderScale | None = None) -> None:
+        """`scale`: what says how many readers there should be; None: nothing does."""
         super().__init__(location)
-        self._catalog, self._leases = catalog, leases
+        self._catalog, self._leases, self._scale = catalog, leases, scale
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of ACTIONS, whose body is a Message."""
@@ -44,7 +47,11 @@ class DispatchServer(OwnServer):
 
     def status(self) -> TierStatus:
         """What there is."""
+        scale, wanted = self._scale, None
+        if scale is not None:
+            wanted = ReadersWanted(wanted=scale.wanted, least=scale.least, most=scale.most)
         return TierStatus(
+            scale=wanted,
             datasets=self._catalog.folders,
             readers=tuple(self._leases.readers()),
             sessions=tuple(self._leases.sessions()),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from meseta.data.read.served.messages import (
@@ -89,6 +89,11 @@ class LeaseTable:
         with self._lock:
             return self._sessions.status()
 
+    def training_shares(self) -> list[float]:
+        """Of the last RATE_S, for which trainings have waited for batches; of those that are known for so long."""
+        with self._lock:
+            return self._sessions.training_shares()
+
     def lease(self, request: LeaseRequest) -> Leases:
         """Give windows to readers; the same answer to every rank, while that reader is there and nobody has trouble
         with it. Raises MesetaError for a rank of a former attempt."""
@@ -106,12 +111,12 @@ class LeaseTable:
                 if leases.get(window) not in at_work:
                     if window in leases:
                         self.num_moved["silent"] += 1
-                    url = self._least_busy(request.session.run, leases, at_work)
+                    url = self._next_in_turn(request.session.run, leases, at_work)
                     if url is None:
                         continue
                     leases[window] = url
                 answer.append(WindowLease(window=window, reader=leases[window]))
-            return Leases(leases=tuple(answer), num_readers=len(at_work))
+            return Leases(leases=tuple(answer), num_readers=len(self._staying(at_work)))
 
     def _at_work(self) -> list[str]:
         now_s = self._clock()
@@ -143,15 +148,22 @@ class LeaseTable:
         url = leases[window]
         if url in self._readers:
             self._readers[url].shunned_until_s[run] = self._clock() + SHUN_S
-        if len(self._readers) > 1 or url not in self._readers:
+        if url not in self._readers or self._staying(self._readers.keys() - {url}):
             del leases[window]
             self.num_moved[why] += 1
 
-    def _least_busy(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
-        """The reader with the fewest windows among those that nobody of this run shuns, if there are such."""
-        now_s, busy = self._clock(), Counter(leases.values())
-        welcome = [url for url in at_work if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
-        return min(welcome or at_work, key=lambda url: busy[url], default=None)
+    def _next_in_turn(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
+        """Of the readers that stay, and that nobody of this run shuns if there are such, the one whose last window lies
+        farthest back: whoever has just come is next, and does not have to catch up."""
+        now_s, staying = self._clock(), self._staying(at_work)
+        welcome = [url for url in staying if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
+        latest: dict[str, int] = {}
+        for window, url in leases.items():
+            latest[url] = max(latest.get(url, 0), window)
+        return min(welcome or staying, key=lambda url: latest.get(url, -1), default=None)
+
+    def _staying(self, urls: Iterable[str]) -> list[str]:
+        return [url for url in urls if not self._readers[url].beat.is_leaving]
 
 
 def _status(reader: ReaderAtWork, num_leases: int) -> ReaderStatus:

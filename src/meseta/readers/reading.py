@@ -30,6 +30,11 @@ from meseta.spec import MesetaError
 
 BEAT_S = 1.0
 """Between signs of life."""
+QUIET_S = 3.0
+"""A reader that leaves has nothing left to give when it has held no window for so long, in which all have come to know
+that it leaves."""
+LEAVE_S = 120.0
+"""It leaves after that in any case."""
 BUFFER_BYTES = 512 << 20
 """Of decoded windows, where nobody says more."""
 MOST_SPLITS = 16
@@ -184,6 +189,7 @@ class ReadServer(OwnServer):
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
         self._is_met = threading.Event()
+        self._is_leaving = False
         threading.Thread(target=self._beat, name="meseta-beat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
@@ -213,6 +219,7 @@ class ReadServer(OwnServer):
                 num_windows=windows.num_decoded,
                 num_again=dict(windows.num_again),
                 busy_s=self._reader.busy.seconds,
+                is_leaving=self._is_leaving,
             )
             try:
                 answer = self._dispatcher.beat(beat)
@@ -228,6 +235,17 @@ class ReadServer(OwnServer):
     def meet(self, timeout_s: float | None = None) -> bool:
         """Wait until the dispatcher knows of this reader; returns whether it does."""
         return self._is_met.wait(timeout_s)
+
+    def leave(self) -> None:
+        """Take on no more windows, and come back when those that were asked for have been given, or after LEAVE_S; what
+        is not given then, another reader makes."""
+        self._is_leaving = True
+        until_s = time.monotonic() + LEAVE_S
+        quiet_since_s = time.monotonic()
+        while time.monotonic() < min(until_s, quiet_since_s + QUIET_S):
+            if self._reader.windows.num_held:
+                quiet_since_s = time.monotonic()
+            time.sleep(0.1)
 
     def end(self) -> None:
         """Serve nobody any more."""

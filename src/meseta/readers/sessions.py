@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meseta.data.read.served.messages import LeaseRequest, Session, SessionStatus
-from meseta.readers.rates import Growth
+from meseta.readers.rates import RATE_S, Growth
 from meseta.readers.window_store import forget_oldest
 
 GONE_S = 20.0
 """A rank that has asked for nothing for so long reads no more."""
+TRAIN = "train"
+"""The split that trainings read."""
 MOST_SESSIONS = 65_536
 """Ranks that are known, at most."""
 
@@ -26,6 +28,11 @@ class _RankAtWork:
     def waiting_share(self) -> float:
         waited_s, passed_s = self.times.lately()
         return min(waited_s / passed_s, 1.0) if passed_s else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has told of RATE_S and more."""
+        return self.times.lately()[1] >= RATE_S
 
 
 class Sessions:
@@ -47,12 +54,24 @@ class Sessions:
         self._ranks[key] = rank
         forget_oldest(self._ranks, MOST_SESSIONS)
 
-    def status(self) -> list[SessionStatus]:
-        """Of every run and split that is read now."""
+    def training_shares(self) -> list[float]:
+        """Of every run and dataset whose split train is read: the share of the rank that waits most, for which the
+        others wait. Evaluations, which do nothing but read, do not count."""
+        shares: dict[tuple[str, str], float] = {}
+        for (run, dataset, split, _), rank in self._at_work().items():
+            if split == TRAIN and rank.is_known:
+                shares[run, dataset] = max(shares.get((run, dataset), 0.0), rank.waiting_share)
+        return list(shares.values())
+
+    def _at_work(self) -> dict[tuple[str, str, str, int], _RankAtWork]:
         now_s = self._clock()
         self._ranks = {key: rank for key, rank in self._ranks.items() if now_s - rank.heard_s <= GONE_S}
+        return self._ranks
+
+    def status(self) -> list[SessionStatus]:
+        """Of every run and split that is read now."""
         found: dict[tuple[str, str, str], dict[int, _RankAtWork]] = {}
-        for (*reading, number), rank in sorted(self._ranks.items()):
+        for (*reading, number), rank in sorted(self._at_work().items()):
             run, dataset, split = reading
             found.setdefault((run, dataset, split), {})[number] = rank
         return [
