@@ -4,8 +4,8 @@
 
 Default 500,000 rows, synthetic. PEER_PYTHON has tensorflow-cpu and ray[data] beside torch and pyarrow; one that lacks
 is named. tf.data service reads TFRecords, as it has no reader of Parquet: examples that its workers parse batch by
-batch, and beside them records that are the bytes of whole batches, which they cut. Every measurement is a process of its own,
-and takes turns. Appends to benchmarks/results.csv.
+batch, and beside them records that are the bytes of whole batches, which they cut. Every measurement is a process of
+its own, and takes turns. Appends to benchmarks/results.csv.
 """
 
 import json

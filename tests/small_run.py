@@ -137,7 +137,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 TIMES = (
     "time_s", "samples_per_s", "seconds_per_step", "stages_s", "stages_s_by_rank", "transfers", "transfers_by_rank",
-    "row_traffic",
+    "row_traffic", "row_waits", "row_waits_by_rank",
 )  # fmt: skip
 
 

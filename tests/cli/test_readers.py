@@ -38,6 +38,18 @@ def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_pat
     assert final_checksum(run_dir) == final_checksum(local)
 
 
+def test_auto_begins_with_one(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
+    command = Command(tmp_path / "log", "train", config, "--readers", "auto")
+    command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
+    assert len(readers_of(command)) == 2
+    command.succeed()
+    assert readers_of(command) == []
+    train(settings(tiny, tmp_path / "local", **COMMON))
+    assert final_checksum(run_dir) == final_checksum(tmp_path / "local")
+
+
 def test_a_killed_launcher_leaves_no_reader(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", 1, "--nproc", 2)
@@ -59,3 +71,6 @@ def test_where_readers_do_not_go(tiny: Path, tmp_path: Path) -> None:
     ):
         ended = run_here("train", *map(str, arguments), "--readers", "2")
         assert ended.code == 1 and why in ended.err, ended.err
+    for number in ("-1", "two", "1e3", "99999", ""):
+        ended = run_here("train", str(config), f"--readers={number}")
+        assert ended.code == 1 and "it is a number up to 1024, or auto" in ended.err.splitlines()[-1], ended.err

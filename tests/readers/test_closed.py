@@ -462,7 +462,7 @@ def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
             list(stranger.do_action(flight.Action("describe", bytes(200 << 20)), flight.FlightCallOptions(timeout=20)))
         assert [peak_mb(pid) for pid in pids] <= [peak + 20 for peak in before]
         ended = run_here("readers", "status", url, "--keys", str(folder))
-        assert ended.code == 0 and "reader grpc+tls://localhost:" in ended.out
+        assert ended.code == 0 and "reader 'grpc+tls://localhost:" in ended.out
         seen = "".join(proc(pid, name) for pid in pids for name in ("cmdline", "environ"))
         for text in (seen, out.read_text(), ended.out, ended.err):
             assert token_of(folder) not in text and "PRIVATE" not in text

@@ -125,6 +125,7 @@ class Schedule:
         self._keys = [] if keys is None else ["--keys", str(keys)]
         self.readers: list[Process] = []
         self.stopped: set[Process] = set()
+        self.left: list[Process] = []
         self.num_events = draw.randint(4, 8)
         self.dispatcher = self._dispatch()
         self.join()
@@ -138,7 +139,15 @@ class Schedule:
             return True
         self.num_events -= 1
         links = [self.cut, self.slow, self.mend] if self._network.is_own else []
-        events: list[Callable[[], None]] = [self.kill, self.stop, self.go_on, self.restart, self.join, *links]
+        events: list[Callable[[], None]] = [
+            self.kill,
+            self.stop,
+            self.go_on,
+            self.restart,
+            self.join,
+            self.leave,
+            *links,
+        ]
         self._draw.choice(events)()
         return self._draw.random() > 0.15
 
@@ -183,6 +192,16 @@ class Schedule:
         if self.stopped.issuperset(self.readers):
             self.join()
 
+    def leave(self) -> None:
+        """A reader is told to go, as one that is not wanted any more; another comes where it was the last that ran."""
+        leaving = self._draw.choice(self.readers)
+        if leaving in self.stopped:
+            return
+        self.readers.remove(leaving)
+        self.left.append(leaving)
+        self._keep_one()
+        leaving.terminate()
+
     def restart(self) -> None:
         """The dispatcher dies, and another is begun in its place."""
         self.dispatcher.kill()
@@ -202,7 +221,7 @@ class Schedule:
         self._network.set("link set lo up", FAST)
 
     def end(self) -> None:
-        for process in [self.dispatcher, *self.readers]:
+        for process in [self.dispatcher, *self.readers, *self.left]:
             process.kill()
             process.wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
 from meseta.readers import lease_table
 from meseta.readers.lease_table import KEPT_WINDOWS, LOST_S, SHUN_S, LeaseTable
+from meseta.readers.sessions import GONE_S
 from meseta.spec import MesetaError
 
 ROWS = RowsAsked(
@@ -42,7 +44,7 @@ def asked(
 
 
 def beat(name: str) -> Beat:
-    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again=0)
+    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again={}, busy_s=0.0)
 
 
 def of(table: LeaseTable, *windows: int, **options: object) -> dict[int, str]:
@@ -99,6 +101,47 @@ def test_trouble_moves_a_window_and_keeps_the_run_away(table: LeaseTable, clock:
     assert reader in of(table, *range(40, 52)).values()
 
 
+def test_a_reader_that_leaves_gives_what_it_has_and_gets_no_more(table: LeaseTable) -> None:
+    before = of(table, 0, 1, 2)
+    table.beat(beat("a").model_copy(update={"is_leaving": True}))
+    assert of(table, 0, 1, 2) == before and table.num_moved == {}
+    assert sorted(of(table, *range(3, 9)).values()) == ["b", "b", "b", "c", "c", "c"]
+    assert table.lease(asked(0)).num_readers == 2
+    for name in ("b", "c"):
+        table.beat(beat(name).model_copy(update={"is_leaving": True}))
+    assert of(table, 20) == {}, "they would never be done"
+    [kept] = [window for window, reader in before.items() if reader == "a"]
+    assert of(table, kept, troubles=(ReaderTrouble(window=kept, reader="a", what=SLOW),)) == {kept: "a"}
+
+
+def test_who_comes_later_does_not_have_to_catch_up(clock: Clock) -> None:
+    table = LeaseTable(clock)
+    table.beat(beat("b"))
+    for window in range(40):
+        assert of(table, window) == {window: "b"}
+    table.beat(beat("a"))
+    assert [of(table, window)[window] for window in range(40, 46)] == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_trainings_count_by_the_rank_that_waits_most(table: LeaseTable, clock: Clock) -> None:
+    def tell(waited_s: float, passed_s: float, **of_whom: Any) -> None:
+        request = asked(0, **of_whom).model_copy(update={"waited_s": waited_s, "passed_s": passed_s})
+        table.lease(request)
+
+    for passed_s in (0.0, 4.0, 8.0, 12.0):
+        clock.now_s = passed_s
+        tell(0.1 * passed_s, passed_s)
+        tell(0.25 * passed_s, passed_s, rank=1)
+        tell(0.0, passed_s, run="another")
+        if passed_s < 10:
+            assert table.training_shares() == []
+    assert sorted(table.training_shares()) == [0.0, pytest.approx(0.25)]
+    tell(0.0, 0.5, rank=1, attempt=2)  # begun again
+    assert sorted(table.training_shares()) == [0.0, pytest.approx(0.1)]
+    clock.now_s += GONE_S + 0.1
+    assert table.training_shares() == [] and table.sessions() == []
+
+
 def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
     table = LeaseTable(clock)
     table.beat(beat("a"))
@@ -125,7 +168,12 @@ def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[
         reader = of(table, window)[window]
         assert clock.now_s - there[reader] <= LOST_S
         clock.now_s += 2.0 * passes
-    assert sum(table.num_leases().values()) <= 300 + KEPT_WINDOWS
+    assert num_leases(table) <= 300 + KEPT_WINDOWS
+
+
+def num_leases(table: LeaseTable) -> int:
+    """Of all readers."""
+    return sum(reader.num_leases for reader in table.readers())
 
 
 def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +183,11 @@ def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.M
     monkeypatch.setattr(lease_table, "MOST_READERS", 4)
     for window in range(20):
         of(table, 0, 1 + window)
-    assert sum(table.num_leases().values()) == 3
+    assert num_leases(table) == 3
     for run in "pqrstu":
         reader = of(table, 7, run=run)[7]
         of(table, 7, run=run, troubles=(ReaderTrouble(window=7, reader=reader, what="broken"),))
-    assert sum(table.num_leases().values()) == 3
-    assert all(len(reader.shunned_until_s) <= 3 for reader in table.readers())
+    assert num_leases(table) == 3
     table.beat(beat("d"))
     with pytest.raises(MesetaError, match="there are 4 readers, the most that a dispatcher knows"):
         table.beat(beat("e"))

@@ -47,7 +47,7 @@ def test_a_window_is_decoded_once_for_all_ranks_and_then_forgotten() -> None:
     with ThreadPoolExecutor(4) as pool:
         came = list(pool.map(lambda rank: take(store, decoded, 3, rank, 4), range(4)))
     assert (len(set(came)), decoded, store.held_bytes) == (1, [(0, 3)], 0)
-    assert (store.num_decoded, store.num_again) == (1, 0)
+    assert (store.num_decoded, store.num_again) == (1, {})
 
 
 def test_who_leaves_in_the_middle_may_come_again() -> None:
@@ -82,7 +82,7 @@ def test_what_nobody_comes_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> No
     assert store.held_bytes == SIZE
     take(store, decoded, 2)
     take(store, decoded, 1, rank=1, takers=2)
-    assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_again == 1
+    assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_again == {"idle": 1}
 
 
 def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.Monkey
         assert time.monotonic() - began_s > 0.2 and store.held_bytes == 0
         assert content() == first
         assert store.held_bytes == SIZE
-    assert decoded == [(0, 1), (0, 2), (0, 1)] and (store.held_bytes, store.num_again) == (0, 1)
+    assert decoded == [(0, 1), (0, 2), (0, 1)] and (store.held_bytes, store.num_again) == (0, {"idle": 1})
 
 
 def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +58,15 @@ def running(
         for _ in range(num_readers):
             tier.add_reader(**options)
         yield tier
+
+
+class SlowFiles:
+    """Stands for `io` in meseta.data.dataset.part_files: a disk that takes 20 ms for each read."""
+
+    class FileIO(io.FileIO):
+        def readinto(self, buffer: Any, /) -> int | None:
+            time.sleep(0.02)
+            return super().readinto(buffer)
 
 
 def digest(batch: Batch) -> tuple[Any, ...]:

@@ -485,3 +485,30 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page
     assert "Not hidden: answers, since MMoE computes nothing." in page
+
+
+def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "rows were waited for" not in write_report(run).read_text()
+    near, far = "grpc://127.0.0.1:7", "grpc://<b>:8"
+    lines = [
+        train_line(10, row_waits={near: wait(storage_s=0.002, wire_s=0.001), far: wait(decode_s=0.004)}),
+        train_line(20, row_waits={near: wait(transform_s=0.006), "no reader": wait(no_lease_s=0.01)}),
+        train_line(30),
+        train_line(40, row_waits={near: wait(storage_s=float("nan"))}),
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(run).read_text()
+    table = page[page.index("that rows were waited for, rank 0") :].partition("</table>")[0]
+    cells = [re.findall(r"<td[^>]*>(?:<b>)?([^<]*)", row) for row in table.split("<tr>")[2:]]
+    assert cells == [
+        ["127.0.0.1:7", "0.50", "0.00", "1.50", "0.25", "0.00", "2.25"],
+        ["&lt;b&gt;:8", "0.00", "1.00", "0.00", "0.00", "0.00", "1.00"],
+        ["no reader", "0.00", "0.00", "0.00", "0.00", "2.50", "2.50"],
+        ["all", "0.50", "1.00", "1.50", "0.25", "2.50", "5.75"],
+    ]
+    assert table.count("<rect") == 4 * 5 and "transform: 6 ms" in table
+
+
+def wait(**seconds: float) -> dict[str, float]:
+    return {**dict.fromkeys(("storage_s", "decode_s", "transform_s", "wire_s", "no_lease_s"), 0.0), **seconds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import time
@@ -18,6 +19,7 @@ from distributed.pool import RankPool
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data import Dataset
+from meseta.data.dataset import part_files
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.read.served import service
 from meseta.data.read.served.keys import CLIENT, KEY, TOKEN, ServerKeys
@@ -26,6 +28,7 @@ from meseta.data.read.served.service import Dispatcher
 from meseta.embedding import EmbeddingBagCollection
 from meseta.readers.key_folder import make_keys
 from meseta.spec import MesetaError
+from meseta.telemetry.row_waits import NO_READER
 from meseta.train.setup.build import make_reader
 from meseta.train.setup.memory import run_bytes
 from meseta.train.setup.outline import make_outline
@@ -34,7 +37,7 @@ from meseta.train.setup.specs import make_specs
 from meseta.train.trained import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify.steps import run_steps
-from readers.tier import Tier, running
+from readers.tier import SlowFiles, Tier, running
 from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times, write_config
 
 COMMON = {"train__epochs": 2, "train__eval_every_steps": 9, "checkpoint__every_steps": 5}
@@ -116,6 +119,28 @@ def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     for text in (*written, *(stream.encode() for stream in capfd.readouterr())):
         assert not [secret for secret in secrets if secret in text]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_waits_for_rows_are_told(
+    tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By reader and cause, beside the stage that they are part of; of every rank at the end."""
+    monkeypatch.setattr(part_files, "io", SlowFiles)
+    run_dir = tmp_path / "run"
+    train_on(num_ranks, two_ranks, served(tier, run_dir, data__prefetch_batches=0, train__log_every_steps=5))
+    lines = [line for line in metrics(run_dir) if "row_waits" in line]
+    for line in lines:
+        by_cause = [wait for waits in line["row_waits"].values() for wait in waits.values()]
+        assert all(wait >= 0 for wait in by_cause) and sum(by_cause) <= line["stages_s"]["data"]
+        assert set(line["row_waits"]) <= {NO_READER, *(reader.url for reader in tier.readers)}
+    assert max(wait["storage_s"] for line in lines for wait in line["row_waits"].values()) > 0.001
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert len(summary["row_waits_by_rank"]) == num_ranks and all(summary["row_waits_by_rank"])
+    assert "rows were waited for" in (run_dir / "report.html").read_text()
+    train(local(data, tmp_path / "local"))
+    assert not any("row_waits" in line for line in metrics(tmp_path / "local"))
+    assert "row_waits_by_rank" not in json.loads((tmp_path / "local/summary.json").read_text())
 
 
 def test_rows_are_chosen_and_counted_alike(tier: Tier, data: Path, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import threading
+from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -45,13 +47,29 @@ def dispatch(
     listen: Listen = "127.0.0.1:7077",
     advertise: Advertise = None,
     keys: KeysOption = None,
+    least: Annotated[int, typer.Option("--min", help="Readers that there should be at least.")] = 1,
+    most: Annotated[
+        int | None,
+        typer.Option(
+            "--max",
+            help="Readers that there should be at most: so many are wanted, told by `meseta readers status`, as keep "
+            "training from waiting; else with --start-local as many as there are cores.",
+        ),
+    ] = None,
+    start_local: Annotated[
+        bool, typer.Option("--start-local", help="Start the readers that are wanted here, and end them.")
+    ] = False,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
-    """Tell trainers what there is to read, and which reader has which window."""
+    """Tell trainers what there is to read, which reader has which window, and how many readers there should be."""
+    from meseta.machine.processors import num_cores
     from meseta.readers.catalog import Catalog
     from meseta.readers.dispatching import DispatchServer
     from meseta.readers.lease_table import LeaseTable
     from meseta.readers.listening import Place, serving
+    from meseta.readers.local import LocalReaders
+    from meseta.readers.scale import ReaderScale
+    from meseta.readers.scaling import scaling
 
     folders: dict[str, Path] = {}
     for text in data:
@@ -59,12 +77,19 @@ def dispatch(
         if name in folders:
             raise MesetaError(f"--data names {name!r} twice; give one of them another name, as in NAME=FOLDER")
         folders[name] = folder
-    place, catalog = Place.of(listen, advertise, keys), Catalog(folders)
-    with serving(lambda: DispatchServer(place, catalog, LeaseTable()), listen) as server:
+    if most is None and start_local:
+        most = max(num_cores(), least)
+    scale = None if most is None else ReaderScale(least, most)
+    place, catalog, leases = Place.of(listen, advertise, keys), Catalog(folders), LeaseTable()
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(lambda: DispatchServer(place, catalog, leases, scale), listen))
+        if scale is not None:
+            stack.enter_context(scaling(scale, leases, LocalReaders(server.url, keys) if start_local else None))
         names = ", ".join(folders)
         way = f"meseta readers work --dispatcher {server.url}" + f" --keys {keys}" * (keys is not None)
         print(f"dispatcher at {server.url}, with {names}; readers: {way}", flush=True)
         _wait(until_stdin_ends)
+    leave_at_once(0)
 
 
 @app.command()
@@ -76,7 +101,7 @@ def work(
     buffer_mb: Annotated[int, typer.Option(min=1, help="Decoded windows that it holds, in MB.")] = 512,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
-    """Decode rows for trainers, which the dispatcher sends here."""
+    """Decode rows for trainers, which the dispatcher sends here; leave at SIGTERM, when what was asked for is given."""
     from meseta.data.read.served.service import Dispatcher
     from meseta.readers.listening import Place, serving
     from meseta.readers.reading import ReadServer, WindowReader, give_back_memory
@@ -88,7 +113,9 @@ def work(
     with serving(lambda: ReadServer(place, reader, known), listen) as server:
         if server.meet(3.0):
             print(f"reader at {server.url}, for the dispatcher at {dispatcher}", flush=True)
-        _wait(until_stdin_ends)
+        if _wait(until_stdin_ends, signal.SIGTERM):
+            server.leave()
+        leave_at_once(0)
 
 
 @app.command()
@@ -96,25 +123,20 @@ def status(
     dispatcher: Annotated[str, typer.Argument(help="URL of the dispatcher.")],
     keys: KeysOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="For a file that Prometheus reads.")] = False,
 ) -> None:
-    """Readers that are there, what they hold and have decoded, and windows that went to another one."""
+    """Readers that are there, what they hold and have decoded and how fast, windows that were decoded again or went to
+    another one, and who waits for rows."""
     from meseta.data.read.served.reader import Service
-    from meseta.machine.files import parse_json
-    from meseta.telemetry.shown import byte_size, count
+    from meseta.readers.shown import prometheus_text, status_lines
 
-    text = Service(url=dispatcher, keys=keys).dispatcher().status().decode()
+    found = Service(url=dispatcher, keys=keys).dispatcher().status()
     if as_json:
-        print(text)
-        return
-    found = parse_json(text.encode())
-    for name, folder in found["datasets"].items():
-        print(f"dataset {name}: {folder}")
-    for reader in found["readers"]:
-        held, most = byte_size(reader["held_bytes"]), byte_size(reader["buffer_bytes"])
-        rows, windows = count(reader["num_rows"]), count(reader["num_windows"])
-        print(f"reader {reader['reader']}: {reader['num_leases']} windows leased, {held} of {most} held; "
-              f"{rows} rows in {windows} windows decoded, {count(reader['num_again'])} of them again")  # fmt: skip
-    print(f"{len(found['readers'])} readers; windows that went to another one: {_moved(found['num_moved'])}")
+        print(found.model_dump_json())
+    elif prometheus:
+        print(prometheus_text(found), end="")
+    else:
+        print("\n".join(status_lines(found)))
 
 
 @app.command()
@@ -142,22 +164,27 @@ def keys(
     print(f"keys in {folder}, for {', '.join(hosts)}: for dispatchers and readers; trainers get all but key.pem")
 
 
-def _moved(num_moved: dict[str, int]) -> str:
-    words = {"silent": "of one that fell silent", "lost": "after trouble", "slow": "of a slow one"}
-    return ", ".join(f"{num} {words[why]}" for why, num in num_moved.items()) or "none"
-
-
 def _named(text: str) -> tuple[str, Path]:
     name, sign, folder = text.partition("=")
     path = Path(folder if sign else text).resolve()  # readers of this machine stand elsewhere
     return (name if sign else path.name), path
 
 
-def _wait(until_stdin_ends: bool) -> None:
-    """Until a signal comes, or whoever started this has ended."""
+def _wait(until_stdin_ends: bool, ending: signal.Signals | None = None) -> bool:
+    """Until whoever started this has ended, or until the first signal `ending`; returns whether it was that."""
+    heard, tell = os.pipe()
+    if ending is not None:
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_DFL)  # the next one ends this process at once
+            os.write(tell, b".")
+
+        signal.signal(ending, hear)
     if until_stdin_ends:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; who started this ends it in its own time
-        while os.read(0, 1024):
-            continue
-        leave_at_once(0)
-    threading.Event().wait()
+    while True:
+        ready, _, _ = select.select([heard, 0] if until_stdin_ends else [heard], [], [])
+        if heard in ready:
+            return True
+        if not os.read(0, 1024):
+            return False

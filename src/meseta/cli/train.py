@@ -35,7 +35,7 @@ from meseta.cli.prepare import (
 )
 from meseta.cli.prepare import run as prepare
 from meseta.cli.restarts import Restarts, run_with_restarts
-from meseta.errors import MesetaError
+from meseta.errors import MesetaError, shown
 from meseta.machine.ranks import is_first, is_launched
 
 if TYPE_CHECKING:
@@ -69,8 +69,14 @@ _MinNproc = Annotated[
     int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
 ]
 _Readers = Annotated[
-    int, typer.Option(min=0, help="Processes of this machine that decode the rows, for all ranks; 0: each rank does.")
+    str,
+    typer.Option(
+        help="Processes of this machine that decode the rows, for all ranks: so many, or auto, as many as keep "
+        "training from waiting, of as many as there are cores; 0: each rank does."
+    ),
 ]
+MOST_READERS = 1024
+"""Of one machine."""
 _Profile = Annotated[
     bool,
     typer.Option("--profile", help="Write timeline.json, for ui.perfetto.dev: what every rank did in ten steps."),
@@ -102,7 +108,7 @@ def train(
     nproc: _Nproc = 1,
     restarts: _Restarts = 0,
     min_nproc: _MinNproc = None,
-    readers: _Readers = 0,
+    readers: _Readers = "0",
     no_test: _NoTest = False,
     profile: _Profile = False,
     profile_steps: _ProfileSteps = None,
@@ -131,7 +137,7 @@ def train(
     settings = check_document(document, config)
     with ExitStack() as stack:
         if not is_rank():
-            if readers:
+            if readers != "0":
                 stack.enter_context(_reading(readers, data or [], settings))
             _launch(nproc, restarts, min_nproc, settings)
         tried_on = None
@@ -142,22 +148,27 @@ def train(
 
 
 @contextmanager
-def _reading(num_readers: int, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
+def _reading(readers: str, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
     """Readers of this machine, which all ranks are told of. Raises MesetaError where these are not for this command."""
+    from meseta.machine.processors import num_cores
     from meseta.machine.variables import variables
     from meseta.readers.local import local_readers
     from meseta.train.setup.source import READERS
 
     problem = None
-    if is_launched():
+    is_number = readers.isascii() and readers.isdigit() and 0 < int(readers) <= MOST_READERS
+    if readers != "auto" and not is_number:
+        problem = f"it is a number up to {MOST_READERS}, or auto"
+    elif is_launched():
         problem = "torchrun starts a command for each rank; start `meseta readers` yourself, and name data.service.url"
     elif data:
         problem = "raw files are prepared by the ranks themselves; run `meseta prepare` first, and name data.dir"
     elif settings.data.dir is None:
         problem = "data.service.url names readers; leave one of the two out"
     if problem is not None or settings.data.dir is None:
-        raise MesetaError(f"train: --readers {num_readers}: {problem}")
-    with local_readers(settings.data.dir, num_readers) as url:
+        raise MesetaError(f"train: --readers {shown(readers)}: {problem}")
+    least, most = (1, num_cores()) if readers == "auto" else (int(readers), int(readers))
+    with local_readers(settings.data.dir, least, most) as url:
         variables[READERS] = url
         try:
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from pyarrow import flight
@@ -15,11 +14,14 @@ from meseta.data.read.served.messages import (
     DescribeRequest,
     LeaseRequest,
     Message,
+    ReadersWanted,
     TableRequest,
+    TierStatus,
 )
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import OwnServer, Place
+from meseta.readers.scale import ReaderScale
 from meseta.spec import MesetaError
 
 ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
@@ -28,9 +30,10 @@ ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 class DispatchServer(OwnServer):
     """Answers trainers and readers."""
 
-    def __init__(self, place: Place, catalog: Catalog, leases: LeaseTable) -> None:
+    def __init__(self, place: Place, catalog: Catalog, leases: LeaseTable, scale: ReaderScale | None = None) -> None:
+        """`scale`: what says how many readers there should be; None: nothing does."""
         super().__init__(place)
-        self._catalog, self._leases = catalog, leases
+        self._catalog, self._leases, self._scale = catalog, leases, scale
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of ACTIONS, whose body is a Message."""
@@ -42,13 +45,18 @@ class DispatchServer(OwnServer):
             return iter([answer.to_bytes()])
         return iter([answer]) if isinstance(answer, bytes) else answer
 
-    def status(self) -> dict[str, object]:
-        """What there is, as plain data."""
-        held = self._leases.num_leases()
-        readers = [
-            {**reader.beat.model_dump(), "num_leases": held[reader.beat.reader]} for reader in self._leases.readers()
-        ]
-        return {"datasets": self._catalog.folders, "readers": readers, "num_moved": dict(self._leases.num_moved)}
+    def status(self) -> TierStatus:
+        """What there is."""
+        scale, wanted = self._scale, None
+        if scale is not None:
+            wanted = ReadersWanted(wanted=scale.wanted, least=scale.least, most=scale.most)
+        return TierStatus(
+            scale=wanted,
+            datasets=self._catalog.folders,
+            readers=tuple(self._leases.readers()),
+            sessions=tuple(self._leases.sessions()),
+            num_moved=dict(self._leases.num_moved),
+        )
 
     def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
         match what:
@@ -64,5 +72,5 @@ class DispatchServer(OwnServer):
                 self._leases.beat(Beat.from_bytes(body, sender))
                 return BeatAnswer(datasets=self._catalog.folders)
             case "status":
-                return json.dumps(self.status()).encode()
+                return self.status()
         raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")

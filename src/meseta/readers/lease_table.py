@@ -6,10 +6,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, Leases, RowsAsked, Session, WindowLease
+from meseta.data.read.served.messages import (
+    SLOW,
+    Beat,
+    LeaseRequest,
+    Leases,
+    ReaderStatus,
+    RowsAsked,
+    Session,
+    SessionStatus,
+    WhyMoved,
+    WindowLease,
+)
+from meseta.readers.rates import Growth
+from meseta.readers.sessions import Sessions
 from meseta.readers.window_store import forget_oldest
 from meseta.spec import MesetaError
 
@@ -45,6 +58,8 @@ class ReaderAtWork:
     heard_s: float
     shunned_until_s: dict[str, float] = field(default_factory=dict)
     """By run."""
+    growth: Growth = field(default_factory=Growth)
+    """Of rows decoded, and of seconds in which it decoded."""
 
 
 class LeaseTable:
@@ -56,7 +71,8 @@ class LeaseTable:
         self._readers: dict[str, ReaderAtWork] = {}
         self._attempts: dict[str, int] = {}
         self._leases: dict[_Order, dict[int, str]] = {}
-        self.num_moved = Counter[str]()
+        self._sessions = Sessions(clock)
+        self.num_moved = Counter[WhyMoved]()
         """Windows that went to another reader, by why."""
 
     def beat(self, beat: Beat) -> None:
@@ -68,40 +84,48 @@ class LeaseTable:
                 )
             reader = self._readers.setdefault(beat.reader, ReaderAtWork(beat, 0.0))
             reader.beat, reader.heard_s = beat, self._clock()
+            reader.growth.tell(reader.heard_s, beat.num_rows, beat.busy_s)
 
-    def readers(self) -> list[ReaderAtWork]:
+    def readers(self) -> list[ReaderStatus]:
         """Those that are there, by URL."""
         with self._lock:
-            return [self._readers[url] for url in self._at_work()]
+            held = Counter(url for leases in self._leases.values() for url in leases.values())
+            return [_status(self._readers[url], held[url]) for url in self._at_work()]
 
-    def num_leases(self) -> Counter[str]:
-        """Windows that are leased, by reader."""
+    def sessions(self) -> list[SessionStatus]:
+        """Who reads, and how much of the time it waits."""
         with self._lock:
-            return Counter(url for leases in self._leases.values() for url in leases.values())
+            return self._sessions.status()
+
+    def training_shares(self) -> list[float]:
+        """Of the last RATE_S, for which trainings have waited for batches; of those that are known for so long."""
+        with self._lock:
+            return self._sessions.training_shares()
 
     def lease(self, request: LeaseRequest) -> Leases:
         """Give windows to readers; the same answer to every rank, while that reader is there and nobody has trouble
         with it. Raises MesetaError for a rank of a former attempt."""
         with self._lock:
             self._check_attempt(request.session)
+            self._sessions.tell(request)
             at_work = self._at_work()
             leases = self._leases_of(request)
             for trouble in request.troubles:
                 if leases.get(trouble.window) == trouble.reader:
-                    why = SLOW if trouble.what == SLOW else "lost"
+                    why: WhyMoved = "slow" if trouble.what == SLOW else "lost"
                     self._relieve(request.session.run, leases, trouble.window, why)
             answer = []
             for window in request.windows:
                 if leases.get(window) not in at_work:
                     if window in leases:
                         self.num_moved["silent"] += 1
-                    url = self._least_busy(request.session.run, leases, at_work)
+                    url = self._next_in_turn(request.session.run, leases, at_work)
                     if url is None:
                         continue
                     leases[window] = url
                 answer.append(WindowLease(window=window, reader=leases[window]))
             forget_oldest(leases, MOST_LEASES)
-            return Leases(leases=tuple(answer), num_readers=len(at_work))
+            return Leases(leases=tuple(answer), num_readers=len(self._staying(at_work)))
 
     def _at_work(self) -> list[str]:
         now_s = self._clock()
@@ -128,19 +152,33 @@ class LeaseTable:
         forget_oldest(self._leases, MOST_RUNS)
         return leases
 
-    def _relieve(self, run: str, leases: dict[int, str], window: int, why: str) -> None:
+    def _relieve(self, run: str, leases: dict[int, str], window: int, why: WhyMoved) -> None:
         """Take a window, and those behind it, from its reader, where there is another."""
         url = leases[window]
         if url in self._readers:
             shunned = self._readers[url].shunned_until_s
             shunned[run] = self._clock() + SHUN_S
             forget_oldest(shunned, MOST_RUNS)
-        if len(self._readers) > 1 or url not in self._readers:
+        if url not in self._readers or self._staying(self._readers.keys() - {url}):
             del leases[window]
             self.num_moved[why] += 1
 
-    def _least_busy(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
-        """The reader with the fewest windows among those that nobody of this run shuns, if there are such."""
-        now_s, busy = self._clock(), Counter(leases.values())
-        welcome = [url for url in at_work if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
-        return min(welcome or at_work, key=lambda url: busy[url], default=None)
+    def _next_in_turn(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
+        """Of the readers that stay, and that nobody of this run shuns if there are such, the one whose last window lies
+        farthest back: whoever has just come is next, and does not have to catch up."""
+        now_s, staying = self._clock(), self._staying(at_work)
+        welcome = [url for url in staying if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
+        latest: dict[str, int] = {}
+        for window, url in leases.items():
+            latest[url] = max(latest.get(url, 0), window)
+        return min(welcome or staying, key=lambda url: latest.get(url, -1), default=None)
+
+    def _staying(self, urls: Iterable[str]) -> list[str]:
+        return [url for url in urls if not self._readers[url].beat.is_leaving]
+
+
+def _status(reader: ReaderAtWork, num_leases: int) -> ReaderStatus:
+    rows_per_s, busy_share = reader.growth.per_second()
+    return ReaderStatus(
+        **reader.beat.model_dump(), num_leases=num_leases, rows_per_s=rows_per_s, busy_share=min(busy_share, 1.0)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,23 +20,48 @@ from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Unreachable, as_flight_error
-from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
+from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowMade, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.window_times import WindowTimes
 from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import OwnServer, Place
+from meseta.readers.rates import BusyTime
 from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
 
 BEAT_S = 1.0
 """Between signs of life."""
+QUIET_S = 3.0
+"""A reader that leaves has nothing left to give when it has held no window for so long, in which all have come to know
+that it leaves."""
+LEAVE_S = 120.0
+"""It leaves after that in any case."""
 BUFFER_BYTES = 512 << 20
 """Of decoded windows, where nobody says more."""
 LEAST_RUN = 256
 """Rows, on average, that are copied as slices; shorter ones are gathered row by row."""
 MOST_SPLITS = 16
 """Splits, and choices of their rows, that are held open."""
+
+
+@dataclass(frozen=True)
+class DecodedWindow:
+    """A window as it is held for the ranks."""
+
+    window: Window
+    rows: Rows
+    times: WindowTimes
+    ready_at_s: float
+    """On the clock of time.monotonic()."""
+
+    def made(self) -> WindowMade:
+        """What ranks are told of it now."""
+        times, ready_s = self.times, time.monotonic() - self.ready_at_s
+        return WindowMade(
+            storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, ready_s=ready_s
+        )
 
 
 @dataclass(frozen=True)
@@ -58,9 +84,11 @@ class WindowReader:
     """Decodes windows and cuts them for ranks. Threads share it."""
 
     def __init__(self, dispatcher: Dispatcher, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.windows: WindowStore[tuple[Window, Rows]] = WindowStore(buffer_bytes, lambda window: num_bytes(window[1]))
+        self.windows: WindowStore[DecodedWindow] = WindowStore(buffer_bytes, lambda held: num_bytes(held.rows))
         self.num_rows = 0
         """Decoded since it began."""
+        self.busy = BusyTime()
+        """While it decodes."""
         self._dispatcher = dispatcher
         self._folders: dict[str, Path] = {}
         self._splits: dict[RowsAsked, OpenSplit] = {}
@@ -75,9 +103,9 @@ class WindowReader:
         """Of the record batches of `read`. Raises what `read` raises."""
         return self._open(rows).schema
 
-    def read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch]:
-        """A rank's rows of a window, those that it has had left out. Raises MesetaError for rows that there are not,
-        and for a damaged file."""
+    def read(self, ticket: WindowTicket) -> Iterator[tuple[pa.RecordBatch, WindowMade | None]]:
+        """A rank's rows of a window, those that it has had left out; the first of them with how they came about. Raises
+        MesetaError for rows that there are not, and for a damaged file."""
         session = ticket.session
         split = self._open(session.rows)
         order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch, is_served=True)
@@ -105,14 +133,16 @@ class WindowReader:
             places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
                 # No name here holds the window while a trainer takes its time.
-                yield to_record_batch(_taken(*content(), places[at : at + MOST_ROWS]), split.dataset, split.schema)
+                taken, made = _taken(content(), places[at : at + MOST_ROWS]), None if at else content().made()
+                yield to_record_batch(taken, split.dataset, split.schema), made
 
-    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> tuple[Window, Rows]:
-        window = order.window(index)
-        rows = split.files.read(window.groups, by_row=by_row)
+    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> DecodedWindow:
+        window, times = order.window(index), WindowTimes()
+        with self.busy.at_work():
+            rows = split.files.read(window.groups, by_row=by_row, times=times)
         with self._count_lock:
             self.num_rows += window.num_rows
-        return window, rows
+        return DecodedWindow(window, rows, times, time.monotonic())
 
     def _open(self, rows: RowsAsked) -> OpenSplit:
         with self._lock:
@@ -148,11 +178,12 @@ def _takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[in
     return frozenset(rank for rank in ranks if replace(cut, rank=rank).num_rows_between(begin, start, stop))
 
 
-def _taken(window: Window, rows: Rows, places: NDArray[np.int64]) -> Rows:
+def _taken(decoded: DecodedWindow, places: NDArray[np.int64]) -> Rows:
     """Rows of a window by their places in its order, in memory of their own; those that lie side by side in one
     piece."""
-    if window.rows is not None:
-        return rows.take(window.rows[places])
+    rows, order = decoded.rows, decoded.window.rows
+    if order is not None:
+        return rows.take(order[places])
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
     if breaks.size * LEAST_RUN > places.size:
         return rows.take(places)
@@ -185,6 +216,7 @@ class ReadServer(OwnServer):
         self._is_over = threading.Event()
         self._is_answered = threading.Event()
         self._refusal: MesetaError | None = None
+        self._is_leaving = False
         threading.Thread(target=self._beat, name="meseta-beat", daemon=True).start()
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
@@ -195,9 +227,10 @@ class ReadServer(OwnServer):
         except Exception as error:
             raise as_flight_error(error) from None
 
-    def _read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch]:
+    def _read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
         try:
-            yield from self._reader.read(ticket)
+            for batch, made in self._reader.read(ticket):
+                yield batch if made is None else (batch, made.to_bytes())
         except Exception as error:
             raise as_flight_error(error) from None
 
@@ -211,7 +244,9 @@ class ReadServer(OwnServer):
                 buffer_bytes=windows.most_bytes,
                 num_rows=self._reader.num_rows,
                 num_windows=windows.num_decoded,
-                num_again=windows.num_again,
+                num_again=dict(windows.num_again),
+                busy_s=self._reader.busy.seconds,
+                is_leaving=self._is_leaving,
             )
             try:
                 answer = self._dispatcher.beat(beat)
@@ -236,6 +271,17 @@ class ReadServer(OwnServer):
         if self._refusal is not None:
             raise self._refusal
         return is_answered
+
+    def leave(self) -> None:
+        """Take on no more windows, and come back when those that were asked for have been given, or after LEAVE_S; what
+        is not given then, another reader makes."""
+        self._is_leaving = True
+        until_s = time.monotonic() + LEAVE_S
+        quiet_since_s = time.monotonic()
+        while time.monotonic() < min(until_s, quiet_since_s + QUIET_S):
+            if self._reader.windows.num_held:
+                quiet_since_s = time.monotonic()
+            time.sleep(0.1)
 
     def end(self) -> None:
         """Serve nobody any more."""

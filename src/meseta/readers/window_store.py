@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from meseta.data.read.served.messages import WhyAgain
 
 IDLE_S = 5.0
 """A window that nobody is being sent makes room for others after so long."""
@@ -52,11 +55,12 @@ class WindowStore(Generic[Content]):
     def __init__(self, most_bytes: int, size_of: Callable[[Content], int]) -> None:
         self.most_bytes = most_bytes
         self.num_decoded = 0
-        self.num_again = 0
-        """Windows that were decoded once more before all ranks had them."""
+        self.num_again = Counter[WhyAgain]()
+        """Windows that were decoded once more before all ranks had them, by why they were let go."""
         self._size_of = size_of
         self._held: dict[tuple[Hashable, tuple[int, int]], _HeldWindow[Content]] = {}
-        self._unfinished: dict[tuple[Hashable, tuple[int, int]], None] = {}
+        self._unfinished: dict[tuple[Hashable, tuple[int, int]], WhyAgain | None] = {}
+        """Why it was let go; None while it is held."""
         self._changed = threading.Condition()
 
     @property
@@ -64,6 +68,12 @@ class WindowStore(Generic[Content]):
         """Of all windows that are held."""
         with self._changed:
             return sum(held.num_bytes for held in self._held.values())
+
+    @property
+    def num_held(self) -> int:
+        """Windows that are held, or being decoded."""
+        with self._changed:
+            return len(self._held)
 
     @contextmanager
     def window(
@@ -160,7 +170,8 @@ class WindowStore(Generic[Content]):
         with self._changed:
             held.content, held.num_bytes, held.moved_s = content, self._size_of(content), time.monotonic()
             self.num_decoded += 1
-            self.num_again += key in self._unfinished
+            if why := self._unfinished.pop(key, None):
+                self.num_again[why] += 1
             self._unfinished[key] = None
             forget_oldest(self._unfinished, MOST_UNFINISHED)
             self._changed.notify_all()
@@ -183,4 +194,6 @@ class WindowStore(Generic[Content]):
             if is_idle or (held.content is not None and still_s > STILL_S):
                 del self._held[key]
                 held.content = None
+                if key in self._unfinished:
+                    self._unfinished[key] = "room" if is_behind else "idle"
         return sum(held.num_bytes for held in self._held.values()) + num_bytes <= self.most_bytes

@@ -9,6 +9,7 @@ from meseta.report.charts.markup import table, tag, text
 from meseta.report.charts.timeline_picture import timeline_section
 from meseta.report.exchanges import exchanges_table, tiers_table
 from meseta.report.record import RunRecord
+from meseta.report.row_waits import row_waits_table
 from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.lines import TrainLine
 from meseta.telemetry.shown import count, drawable, share
@@ -46,8 +47,9 @@ def stages_section(record: RunRecord) -> str:
         tag("div", table(["stage", "mean ms", "share"], rows, {1, 2}, "compact")),
         class_="wide-narrow",
     )
+    waited = row_waits_table(record, groups, spans)
     over_time = exchanges_table(record) + tiers_table(record) + timeline_section(record.timeline)
-    return tag("p", text(_intro(record, total))) + pictures + over_time
+    return tag("p", text(_intro(record, total))) + pictures + waited + over_time
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:

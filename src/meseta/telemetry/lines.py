@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meseta.machine.files import DOCUMENT_BYTES, open_regular, parse_json, too_long
 from meseta.telemetry.row_traffic import RowTraffic
+from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
 
 METRICS_NAME = "metrics.jsonl"
@@ -80,6 +81,8 @@ class TrainLine(Entry):
     """Ids outside their table in the run so far, by feature."""
     row_traffic: dict[str, RowTraffic] = {}
     """Per step, of tables whose rows lie far, over all ranks."""
+    row_waits: dict[str, RowWait] = {}
+    """Per step of rank 0, by reader that was waited for; nothing where this process decodes."""
 
     @property
     def label_loss(self) -> float | None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from meseta.machine.files import parse_json, read_bounded
 from meseta.telemetry.lines import Count, Entry, EvalLine
+from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.splits import EVALUATED, TEST, VALID
 from meseta.telemetry.transfers import TransferMeans
 
@@ -93,6 +94,8 @@ class RunSummary(Entry):
     stages_s_by_rank: list[dict[str, float]] = Field(default=[])
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
     """What each rank sent per step, by the name of the transfer."""
+    row_waits_by_rank: list[dict[str, RowWait]] = Field(default=[])
+    """What each rank waited for per step, by reader."""
     overlap: Overlapped | None = None
     """None where one rank runs alone."""
     predicted: Predicted | None = None
@@ -100,7 +103,7 @@ class RunSummary(Entry):
     @property
     def timed(self) -> dict[str, Any]:
         """What it says of the steps' time, measured and predicted, by name."""
-        names = {"stages_s_by_rank", "transfers_by_rank", "predicted"} & self.model_fields_set
+        names = {"stages_s_by_rank", "transfers_by_rank", "row_waits_by_rank", "predicted"} & self.model_fields_set
         return {name: getattr(self, name) for name in names}
 
     def evaluation(self, split: str) -> EvalLine | None:

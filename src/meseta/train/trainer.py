@@ -217,11 +217,13 @@ class Trainer:
                 raise self.saver.stop()
             outside = self._ids_outside()
             evaluations = self._finish(progress)
-        life = (self.pipeline.times.over_life(), self.world.transfers.over_life())
-        stages, transfers = zip(*self.world.gather_objects(life), strict=True)
+        parts = self.pipeline.times, self.world.transfers, self.reader.row_waits
+        life = zip(*self.world.gather_objects([part.over_life() for part in parts]), strict=True)
+        stages, transfers, waits = map(list, life)
         if any(stages):
-            sent = {"transfers_by_rank": list(transfers)} if any(transfers) else {}
-            timed: dict[str, Any] = {"stages_s_by_rank": list(stages), **sent, "predicted": self._predicted}
+            known = {"transfers_by_rank": transfers, "row_waits_by_rank": waits}
+            sent = {name: of_ranks for name, of_ranks in known.items() if any(of_ranks)}
+            timed: dict[str, Any] = {"stages_s_by_rank": stages, **sent, "predicted": self._predicted}
         else:  # all steps were done before, and timed then
             timed = {} if former is None or former.num_steps != self.step else former.timed
         summary = self._summary(evaluations, outside, timed)
@@ -346,6 +348,7 @@ class Trainer:
         if self.world.size > 1:
             figures["transfers"] = self.world.transfers.take()
         figures |= self.figures.take_row_traffic(self.model.embeddings, num_steps)
+        figures |= {"row_waits": waits} if (waits := self.reader.row_waits.take(num_steps)) else {}
         line = TrainLine(
             kind="train",
             step=self.step,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,12 +24,33 @@ def open_part(path: Path, metadata: pq.FileMetaData | None = None, *, checks_pag
     return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=checks_pages)
 
 
+class _TimedFile(io.BufferedReader):
+    """A file that tells how long each of its reads took."""
+
+    def __init__(self, path: Path, on_read: Callable[[float], None]) -> None:
+        super().__init__(io.FileIO(path))
+        self._on_read = on_read
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        begin_s = time.perf_counter()
+        content = super().read(size)
+        self._on_read(time.perf_counter() - begin_s)
+        return content
+
+
 @contextmanager
-def opened_part(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
-    """As `open_part`, where what cannot be read is a MesetaError that names the file."""
+def opened_part(
+    path: Path, metadata: pq.FileMetaData | None = None, on_read: Callable[[float], None] | None = None
+) -> Iterator[pq.ParquetFile]:
+    """As `open_part`, where what cannot be read is a MesetaError that names the file. `on_read` is told the seconds of
+    each read, one after the other, whatever thread it is of."""
     try:
-        with open_part(path, metadata) as file:
-            yield file
+        if on_read is None:
+            with open_part(path, metadata) as file:
+                yield file
+        else:
+            with _TimedFile(path, on_read) as source, pq.ParquetFile(source, metadata=metadata) as file:
+                yield file
     except PART_ERRORS as error:
         raise MesetaError(
             f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"

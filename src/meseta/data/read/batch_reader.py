@@ -4,11 +4,12 @@ number of ranks."""
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
@@ -20,6 +21,7 @@ from meseta.data.read.rows import Rows
 from meseta.data.read.selection import LeftOut
 from meseta.data.read.tensors import pad, to_batch
 from meseta.spec import MesetaError
+from meseta.telemetry.row_waits import RowWait, RowWaits
 
 FORMAT = "meseta.reader/1"
 
@@ -38,10 +40,15 @@ class RowsInOrder(Protocol):
 
 
 class Waits:
-    """What a thread that reads ahead waits by, so that who closes it need not wait as well."""
+    """What a thread that reads ahead waits by, so that who closes it need not wait as well; and what it has waited
+    for."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
+        self._since_take: dict[str, RowWait] = {}
+        self._first_s: float | None = None
+        self._still_since_s: float | None = None
+        self._stood_s = 0.0
 
     def end(self) -> None:
         """Nobody waits any more."""
@@ -52,30 +59,71 @@ class Waits:
         if self._ended.wait(seconds):
             raise WaitEnded
 
+    def count(self, reader: str, wait: RowWait) -> None:
+        """Rows of a reader were waited for."""
+        self._since_take[reader] = self._since_take.get(reader, RowWait()) + wait
+
+    def stand_still(self) -> None:
+        """Whoever takes the batches waits from now on."""
+        self._still_since_s = time.monotonic()
+
+    def go_on(self) -> float:
+        """It has a batch; returns for how long it has waited."""
+        now_s = time.monotonic()
+        waited_s = 0.0 if self._still_since_s is None else now_s - self._still_since_s
+        self._still_since_s = None
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._stood_s += waited_s
+        return waited_s
+
+    def standing(self) -> tuple[float, float]:
+        """For how long whoever takes the batches has stood still since it had the first one, and how long ago that
+        was. Of any thread."""
+        since_s, first_s, now_s = self._still_since_s, self._first_s, time.monotonic()
+        if first_s is None:
+            return 0.0, 0.0
+        still_s = 0.0 if since_s is None else now_s - since_s
+        return min(self._stood_s + still_s, now_s - first_s), now_s - first_s
+
+    def take(self) -> dict[str, RowWait]:
+        """What was counted since the last call, by reader."""
+        waits, self._since_take = self._since_take, {}
+        return waits
+
 
 class WaitEnded(Exception):
     """Nobody wants what was waited for."""
 
 
+class MadeBatch(NamedTuple):
+    """A batch, and what was waited for to make it."""
+
+    batch: Batch
+    waits: dict[str, RowWait]
+    """By reader; nothing where this process decodes."""
+
+
 class Batches(Iterator[Batch]):
     """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
 
-    def __init__(
-        self, ahead: Prefetch[Batch], move_on: Callable[[Batch], Batch], end_waiting: Callable[[], None]
-    ) -> None:
-        """`end_waiting` makes the thread that reads ahead end at once, where it waits for others."""
-        self._ahead, self._move_on, self._end_waiting = ahead, move_on, end_waiting
+    def __init__(self, ahead: Prefetch[MadeBatch], move_on: Callable[[MadeBatch, float], Batch], waits: Waits) -> None:
+        """`move_on` is given each batch with the seconds for which it was waited here; `waits` is what the thread that
+        reads ahead waits by."""
+        self._ahead, self._move_on, self._waits = ahead, move_on, waits
 
     def __next__(self) -> Batch:
-        return self._move_on(next(self._ahead))  # no name here holds a batch until the next one
+        self._waits.stand_still()
+        return self._move_on(next(self._ahead), self._waits.go_on())  # no name here holds a batch until the next one
 
     def close(self) -> None:
         """End the thread that reads ahead; no batch comes any more."""
-        self._end_waiting()
+        self._waits.end()
         self._ahead.close()
 
     def __del__(self) -> None:
-        self._end_waiting()  # the thread ends with its Prefetch
+        self._waits.end()  # the thread ends with its Prefetch
 
 
 def check_rank(rank: int, num_ranks: int) -> None:
@@ -118,6 +166,10 @@ class BatchReader(ABC):
         """Rows of the split that the options leave out of every epoch."""
         self.position = Position(0, 0)
         """After the last batch handed over."""
+        self.row_waits = RowWaits()
+        """For how long whoever takes the batches has stood still for rows of other processes: of the time that each
+        batch was waited for, what making it waited for, so that reading ahead that hides a wait leaves none; nothing
+        where this process decodes."""
         self._cut = BatchCut(
             num_rows=num_rows,
             batch_size=options.batch_size,
@@ -161,7 +213,7 @@ class BatchReader(ABC):
         """
         waits = Waits()
         batches = self._produce(*self.position, num_epochs, waits)
-        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on, waits.end)
+        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on, waits)
 
     def get_state(self, position: Position | None = None) -> dict[str, Any]:
         """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank and
@@ -200,17 +252,20 @@ class BatchReader(ABC):
             raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is no position among {self.num_rows} rows")
         self.position = Position(epoch, row)
 
-    def _move_on(self, batch: Batch) -> Batch:
+    def _move_on(self, made: MadeBatch, waited_s: float) -> Batch:
+        batch, waits = made
+        if making_s := sum(wait.total_s for wait in waits.values()):
+            self.row_waits.add(waits, min(waited_s / making_s, 1.0))
         assert batch.position is not None
         self.position = batch.position
         return batch
 
-    def _produce(self, epoch: int, row: int, num_epochs: int, waits: Waits) -> Iterator[Batch]:
+    def _produce(self, epoch: int, row: int, num_epochs: int, waits: Waits) -> Iterator[MadeBatch]:
         while epoch < num_epochs:
             with closing(self._rows(epoch, row, waits)) as rows:
                 for left in range(self._cut.num_batches_from(row), 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
-                    yield replace(self._make(rows, row), position=Position(*after))
+                    yield MadeBatch(replace(self._make(rows, row), position=Position(*after)), waits.take())
                     row += self.options.batch_size
             epoch, row = epoch + 1, 0
 

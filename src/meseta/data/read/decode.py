@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,6 +16,7 @@ from meseta.data.dataset.part_files import opened_part
 from meseta.data.dataset.value_rules import check_types, check_values
 from meseta.data.read.rows import Rows, decode
 from meseta.data.read.selection import LeftOut, Selection
+from meseta.data.read.window_times import WindowTimes
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
@@ -79,14 +80,20 @@ class SplitFiles:
         """Rows that are read of each row group."""
         return [group.num_rows for group in self._groups]
 
-    def read(self, groups: Sequence[int], *, by_row: bool) -> Rows:
-        """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. Raises
-        MesetaError for a damaged file."""
+    def read(self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None) -> Rows:
+        """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. What that
+        takes is added to `times`. Raises MesetaError for a damaged file."""
+        if times is None:
+            return self._read(groups, by_row, None)
+        with times.decoding():
+            return self._read(groups, by_row, times.add_storage)
+
+    def _read(self, groups: Sequence[int], by_row: bool, on_read: Callable[[float], None] | None) -> Rows:
         tables = []
         columns = list(dict.fromkeys([*self._dataset.columns, *self._selection.columns]))
         for number in groups:
             group = self._groups[number]
-            table = self._read_columns(group, columns)
+            table = self._read_columns(group, columns, on_read)
             check_values(self._paths[group.file], group.first_row, table, self._dataset)
             if self._selection.columns:
                 mask, _ = self._selection.mask(table, group.first_row_of_split)
@@ -94,9 +101,11 @@ class SplitFiles:
             tables.append(table)
         return decode(self._dataset, tables, by_row=by_row)
 
-    def _read_columns(self, group: _RowGroup, columns: list[str]) -> pa.Table:
+    def _read_columns(
+        self, group: _RowGroup, columns: list[str], on_read: Callable[[float], None] | None = None
+    ) -> pa.Table:
         path = self._paths[group.file]
-        with opened_part(path, self._metadata[group.file]) as file:
+        with opened_part(path, self._metadata[group.file], on_read) as file:
             return file.read_row_group(group.index, columns=columns)
 
     def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:

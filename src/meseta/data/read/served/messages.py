@@ -8,7 +8,7 @@ Nothing here is a state: each message holds all that its receiver needs to answe
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,11 @@ TABLE_BYTES = 1 << 32
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+WhyAgain = Literal["room", "idle"]
+"""It made room for one that is wanted before it; or for another, after nobody had taken rows of it for a while."""
+WhyMoved = Literal["silent", "lost", "slow"]
+"""Its reader told nothing any more; a rank met trouble there, or was sent nothing."""
 
 
 Received = TypeVar("Received", bound="Message")
@@ -187,6 +192,10 @@ class LeaseRequest(Message):
     """Whose readers are asked for."""
     troubles: tuple[ReaderTrouble, ...] = Field(default=(), max_length=1024)
     """Readers to be relieved of windows."""
+    waited_s: Seconds = 0.0
+    """For how long the rank has stood still for batches since the first of this pass."""
+    passed_s: Seconds = 0.0
+    """Since then."""
 
 
 class WindowLease(Message):
@@ -218,6 +227,17 @@ class WindowTicket(Message):
     """Rows that this rank has had of it, which are left out."""
 
 
+class WindowMade(Message):
+    """How a window that was asked for came about; comes beside the first record batch of its rows."""
+
+    storage_s: Seconds
+    decode_s: Seconds
+    transform_s: Seconds
+    """As in WindowTimes."""
+    ready_s: Seconds
+    """Since when it was decoded, as this is sent; it may have been for another rank."""
+
+
 class Beat(Message):
     """A reader is there."""
 
@@ -230,11 +250,63 @@ class Beat(Message):
     num_rows: Number
     """Decoded since it began."""
     num_windows: Number
-    num_again: Number
-    """Windows decoded once more before all ranks had them."""
+    num_again: dict[WhyAgain, Number]
+    """Windows decoded once more before all ranks had them, by why they were not held any more."""
+    busy_s: Seconds
+    """Since it began in which it decoded; in the others all that it was asked for lay ready in its buffer."""
+    is_leaving: bool = False
+    """Whether it gives what it was asked for, and wants no other windows."""
 
 
 class BeatAnswer(Message):
     limit_bytes = ANSWER_BYTES
     datasets: dict[Name, Name]
     """Folder of each, by name."""
+
+
+class ReaderStatus(Beat):
+    """What the dispatcher knows of a reader."""
+
+    num_leases: Number
+    """Windows that are its own."""
+    rows_per_s: float = Field(ge=0)
+    """Decoded lately."""
+    busy_share: float = Field(ge=0)
+    """Of the last seconds, in which it decoded."""
+
+
+class SessionStatus(Message):
+    """A pass over a split that is under way."""
+
+    run: Name
+    dataset: Name
+    split: Name
+    num_ranks: Number
+    waiting_shares: dict[str, float]
+    """Of the last seconds of each rank, by its number, in which it stood still for batches."""
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the rank that waits most, for which the others wait."""
+        return max(self.waiting_shares.values(), default=0.0)
+
+
+class ReadersWanted(Message):
+    """How many readers there should be."""
+
+    wanted: Number
+    least: Number
+    most: Number
+
+
+class TierStatus(Message):
+    """What the dispatcher knows."""
+
+    limit_bytes = ANSWER_BYTES
+    datasets: dict[Name, Name]
+    readers: tuple[ReaderStatus, ...]
+    sessions: tuple[SessionStatus, ...]
+    num_moved: dict[WhyMoved, Number]
+    """Windows that went to another reader, by why."""
+    scale: ReadersWanted | None = None
+    """None where nobody has asked for it."""

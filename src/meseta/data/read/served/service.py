@@ -21,6 +21,7 @@ from meseta.data.read.served.messages import (
     Leases,
     Message,
     TableRequest,
+    TierStatus,
 )
 from meseta.errors import MesetaError
 
@@ -70,9 +71,9 @@ class Dispatcher:
                     raise MesetaError(f"{self} sends a file of more than {TABLE_BYTES:,} bytes, which is no table")
                 yield result.body.to_pybytes()
 
-    def status(self) -> bytes:
-        """JSON for people."""
-        return self._call("status", b"", CALL_S)
+    def status(self) -> TierStatus:
+        """What it knows of readers and of those who read."""
+        return TierStatus.from_bytes(self._call("status", b"", CALL_S), str(self))
 
     def close(self) -> None:
         self._connection.client.close()

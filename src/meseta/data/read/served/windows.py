@@ -6,8 +6,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -20,10 +20,19 @@ from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import EpochOrder
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Connection, Unreachable
-from meseta.data.read.served.messages import SLOW, LeaseRequest, ReaderTrouble, Session, WindowTicket
+from meseta.data.read.served.messages import (
+    SLOW,
+    LeaseRequest,
+    Leases,
+    ReaderTrouble,
+    Session,
+    WindowMade,
+    WindowTicket,
+)
 from meseta.data.read.served.record_batches import ReceivedRows
 from meseta.data.read.served.service import Dispatcher
 from meseta.errors import MesetaError
+from meseta.telemetry.row_waits import NO_READER, RowWait
 
 LOOK_AGAIN_S = 1.0
 """After so long without rows, a rank asks whether a window is still its reader's."""
@@ -33,6 +42,8 @@ SAY_S = 10.0
 """So often a rank that waits says why."""
 TRY_AGAIN_S = 0.5
 """Between questions for a reader, where there is none."""
+TELL_S = 3.0
+"""So often a rank tells how long it has waited."""
 MOST_AHEAD = 8
 """Windows that are asked for before their turn, at most."""
 
@@ -63,9 +74,19 @@ class EpochAsked:
         )
         return flight.Ticket(ticket.to_bytes())
 
-    def leases(self, windows: Sequence[int], troubles: Sequence[ReaderTrouble] = ()) -> LeaseRequest:
-        """The question who reads windows."""
-        return LeaseRequest(session=self.session, epoch=self.epoch, windows=tuple(windows), troubles=tuple(troubles))
+    def leases(
+        self, windows: Sequence[int], troubles: Sequence[ReaderTrouble], standing: tuple[float, float]
+    ) -> LeaseRequest:
+        """The question who reads windows; `standing`: for how long this rank has stood still, and of how long."""
+        waited_s, passed_s = standing
+        return LeaseRequest(
+            session=self.session,
+            epoch=self.epoch,
+            windows=tuple(windows),
+            troubles=tuple(troubles),
+            waited_s=waited_s,
+            passed_s=passed_s,
+        )
 
     def rows(self, batch: pa.RecordBatch, sender: str) -> ReceivedRows:
         """What came, checked."""
@@ -90,17 +111,30 @@ class WindowStream:
         self._ready: queue.Queue[ReceivedRows | Exception] = queue.Queue(1)
         self._calls: list[flight.FlightStreamReader] = []
         self._is_closed = threading.Event()
+        self._made: WindowMade | None = None
+        """What the reader has told of the window, with the first rows."""
+        self._waited_s = 0.0
+        """Since the last `take_wait`."""
         threading.Thread(target=self._run, name="meseta-window", daemon=True).start()
 
     def next(self, waits: Waits) -> ReceivedRows | Exception | None:
         """The next rows, or why there are none; None where neither has come for LOOK_AGAIN_S."""
-        until_s = time.monotonic() + LOOK_AGAIN_S
-        while time.monotonic() < until_s:
-            try:
-                return self._ready.get(timeout=0.1)
-            except queue.Empty:
-                waits.sleep(0)
-        return None
+        begin_s = time.monotonic()
+        try:
+            while time.monotonic() < begin_s + LOOK_AGAIN_S:
+                try:
+                    return self._ready.get(timeout=0.1)
+                except queue.Empty:
+                    waits.sleep(0)
+            return None
+        finally:
+            self._waited_s += time.monotonic() - begin_s
+
+    def take_wait(self) -> RowWait:
+        """How long `next` has waited since the last call, by cause, as the reader has told them."""
+        wait = wait_by_cause(self._waited_s, self._made)
+        self._waited_s, self._made = 0.0, None
+        return wait
 
     def close(self) -> None:
         """Tell the reader that nobody wants its rows any more."""
@@ -117,6 +151,8 @@ class WindowStream:
                 if self._is_closed.is_set():
                     call.cancel()
                 for chunk in call:
+                    if chunk.app_metadata is not None:
+                        self._made = WindowMade.from_bytes(chunk.app_metadata.to_pybytes(), who)
                     if not self._put(self._open_rows(chunk.data, who)):
                         call.cancel()
                         return
@@ -133,6 +169,27 @@ class WindowStream:
             except queue.Full:
                 continue
         return False
+
+
+def wait_by_cause(waited_s: float, made: WindowMade | None) -> RowWait:
+    """What a wait of so long, which has just ended, was for; `made`: what the reader tells with the first rows.
+
+    Of the last `made.ready_s` of it the window was decoded, and before that for as long as it took; whatever this
+    covers of the wait is shared out as the reader's time was. The rest is the way there and back.
+
+        waited   |-----------------------------|
+        reader       | storage decode |  ready |       wire: what is before and behind
+    """
+    making_s = 0.0 if made is None else made.storage_s + made.decode_s + made.transform_s
+    if made is None or not making_s:
+        return RowWait(wire_s=waited_s)
+    share = min(max(waited_s - made.ready_s, 0.0), making_s) / making_s
+    return RowWait(
+        storage_s=share * made.storage_s,
+        decode_s=share * made.decode_s,
+        transform_s=share * made.transform_s,
+        wire_s=waited_s - share * making_s,
+    )
 
 
 @dataclass
@@ -185,6 +242,8 @@ class ServedRows:
         self._windows: dict[int, ComingWindow] = {}
         self._next = order.find(asked.begin)
         self._num_ahead = 1
+        self._is_over = threading.Event()
+        threading.Thread(target=self._tell, name="meseta-tell", daemon=True).start()
 
     def take(self, first: int, last: int) -> Rows:
         """Rows first..last-1 of the epoch; slice after slice of the cut. Raises MesetaError for what a reader has met,
@@ -199,6 +258,7 @@ class ServedRows:
 
     def close(self) -> None:
         """Nobody wants rows any more."""
+        self._is_over.set()
         for window in self._windows.values():
             window.close()
 
@@ -232,13 +292,32 @@ class ServedRows:
     def _open(self, troubles: Sequence[ReaderTrouble] = ()) -> None:
         """Ask for all windows that nobody sends, of the readers that are to read them."""
         waiting = [number for number, window in self._windows.items() if window.stream is None and window.num_left]
-        leases = self._dispatcher.lease(self._asked.leases(waiting, troubles))
+        leases = self._lease(waiting, troubles)
         self._num_ahead = max(1, min(leases.num_readers, MOST_AHEAD))
         for lease in leases.leases:
             window = self._windows.get(lease.window)
             if window is not None and window.stream is None:
                 ticket = self._asked.ticket(lease.window, window.num_had)
                 window.stream = WindowStream(self._connection(lease.reader), ticket, self._asked.rows)
+
+    def _lease(self, windows: Sequence[int], troubles: Sequence[ReaderTrouble] = ()) -> Leases:
+        with self._without_reader():
+            return self._dispatcher.lease(self._asked.leases(windows, troubles, self._waits.standing()))
+
+    def _tell(self) -> None:
+        """Tell the dispatcher now and then how this rank fares, also while it asks for nothing."""
+        while not self._is_over.wait(TELL_S):
+            with suppress(MesetaError):  # who asks for windows meets it too
+                self._dispatcher.lease(self._asked.leases((), (), self._waits.standing()))
+
+    @contextmanager
+    def _without_reader(self) -> Iterator[None]:
+        """What is done inside is waited for, and no reader is to blame."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits.count(NO_READER, RowWait(no_lease_s=time.monotonic() - begin_s))
 
     def _connection(self, reader: str) -> Connection:
         """One that is kept."""
@@ -252,6 +331,7 @@ class ServedRows:
         while True:
             came = None if window.stream is None else window.stream.next(self._waits)
             if isinstance(came, ReceivedRows):
+                self._count_wait(window)
                 window.had(came)
                 return came
             if isinstance(came, Exception) and not isinstance(came, Unreachable):
@@ -262,7 +342,13 @@ class ServedRows:
             except Unreachable as error:
                 wait.goes_on(str(error))
             if window.stream is None:
-                self._waits.sleep(TRY_AGAIN_S)
+                with self._without_reader():
+                    self._waits.sleep(TRY_AGAIN_S)
+
+    def _count_wait(self, window: ComingWindow) -> None:
+        """Count what its stream was waited for."""
+        assert window.stream is not None
+        self._waits.count(window.stream.reader, window.stream.take_wait())
 
     def _find_another(self, index: int, window: ComingWindow, came: Exception | None, wait: _WindowWait) -> None:
         """Ask for window `index` again, where its reader has failed, is slow, or has lost it."""
@@ -270,11 +356,13 @@ class ServedRows:
             return self._open()
         reader = window.stream.reader
         if came is not None:
+            self._count_wait(window)
             window.close()
             return self._open([ReaderTrouble(window=index, reader=reader, what=str(came)[:4096])])
         what = [ReaderTrouble(window=index, reader=reader, what=SLOW)] if wait.is_long() else []
-        leases = self._dispatcher.lease(self._asked.leases([index], what)).leases
+        leases = self._lease([index], what).leases
         if leases and leases[0].reader != reader:
+            self._count_wait(window)
             window.close()
             self._open()
         return None

@@ -1,0 +1,73 @@
+"""What rank 0 waited for rows that readers decode, by cause and by reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from meseta.report.charts.chart import stacked_bars
+from meseta.report.charts.markup import table, tag, text
+from meseta.report.record import RunRecord
+from meseta.telemetry.lines import TrainLine
+from meseta.telemetry.row_waits import RowWait
+from meseta.telemetry.shown import drawable
+
+COLOURS = {
+    "storage_s": "stage-spare-0",
+    "decode_s": "stage-spare-1",
+    "transform_s": "stage-spare-2",
+    "wire_s": "stage-copy",
+    "no_lease_s": "stage-data",
+}
+"""Of each cause, as it is called in metrics.jsonl."""
+
+
+def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], spans: list[tuple[float, float]]) -> str:
+    """Stacked bars by cause beside a table by reader, means per step; an empty string where no reader was waited for.
+
+    `groups`: neighbouring lines that make a bar each, and `spans` the samples that these reach over.
+    """
+    lines = [line for group in groups for line in group]
+    readers = sorted({reader for line in lines for reader in line.row_waits})
+    if not readers:
+        return ""
+    by_group = [sum((_mean(group, reader) for reader in readers), RowWait()) for group in groups]
+    layers = [
+        (_name(cause), colour, [1e3 * getattr(wait, cause) for wait in by_group]) for cause, colour in COLOURS.items()
+    ]
+    means = {reader: _mean(lines, reader) for reader in readers}
+    rows = [[text(reader.partition("://")[2] or reader), *_cells(mean)] for reader, mean in means.items()]
+    rows.append([tag("b", "all"), *_cells(sum(means.values(), RowWait()))])
+    heads = [
+        "reader",
+        *(tag("span", class_=f"swatch {colour}") + _name(cause) for cause, colour in COLOURS.items()),
+        "all",
+    ]
+    intro = (
+        "What the stage data waited for, of rows that readers decode: bytes of files, decoding, parsing of raw rows, "
+        "the wire with all else at a reader that was there, and readers that were not."
+    )
+    chart = stacked_bars("Milliseconds per step that rows were waited for", spans, layers)
+    return (
+        tag("h3", "Milliseconds per step that rows were waited for, rank 0")
+        + tag("p", text(intro))
+        + (chart and tag("div", tag("div", chart), class_="wide-narrow"))
+        + table(heads, rows, set(range(1, len(heads))), "compact")
+    )
+
+
+def _name(cause: str) -> str:
+    return cause.removesuffix("_s").replace("_", " ")
+
+
+def _mean(lines: Sequence[TrainLine], reader: str) -> RowWait:
+    found = [line.row_waits[reader] for line in lines if reader in line.row_waits]
+    sums = {
+        field.name: sum(v for v in (getattr(wait, field.name) for wait in found) if drawable(v) and v > 0)
+        for field in fields(RowWait)
+    }
+    return RowWait(**sums).times(1.0 / len(lines))
+
+
+def _cells(mean: RowWait) -> list[str]:
+    return [f"{1e3 * seconds:.2f}" for seconds in (*(getattr(mean, cause) for cause in COLOURS), mean.total_s)]
