@@ -21,7 +21,7 @@ from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
 from meseta.data import PrepareOptions
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import passes, prepare, spool, write
+from meseta.data.prepare import prepare, spool, staging, write
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import staged_folder
 from meseta.spec import MesetaError
@@ -100,7 +100,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "PART_WINDOWS", 1)
-    monkeypatch.setattr(passes, "COMMIT_S", 0.0)
+    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
 
 
 def options_of(folder: Path, out: str = "out", **options: Any) -> PrepareOptions:
@@ -183,15 +183,15 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, is_kept: bool
 ) -> None:
     options = options_of(tmp_path)
-    whole = Spool._write
+    whole = Spool._keep
 
-    def fail(self: Spool, num_rows: int) -> None:
+    def fail(self: Spool, window: pa.RecordBatch) -> None:
         if self.num_rows > 100:
             raise OSError(number, os.strerror(number))
-        whole(self, num_rows)
+        whole(self, window)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "_write", fail)
+        patch.setattr(Spool, "_keep", fail)
         with pytest.raises(MesetaError, match=f"{reason}$"):
             prepare(options)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.tmp"] * is_kept
@@ -210,8 +210,6 @@ def test_two_at_work_on_one_folder(tmp_path: Path) -> None:
 def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meseta.data.prepare import staging
-
     options = options_of(tmp_path)
     interrupted(options, "read")
     monkeypatch.setattr(staging, "boot_id", lambda: "another")

@@ -14,12 +14,12 @@ from pyarrow import flight
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.cut import BatchCut
-from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher, Unreachable, as_flight_error
+from meseta.data.read.split import SplitRows
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import OwnServer
 from meseta.readers.window_store import WindowStore, forget_oldest
@@ -38,7 +38,7 @@ class OpenSplit:
     """A split whose windows can be decoded."""
 
     dataset: Dataset
-    files: SplitFiles
+    files: SplitRows
     schema: pa.Schema
 
 

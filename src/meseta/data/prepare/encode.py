@@ -29,6 +29,8 @@ class EncodedBlock:
     num_not_finite: tuple[int, ...]
     """As `RawRows.num_not_finite`."""
     block: Block
+    split: NDArray[np.int8]
+    """Place in SPLITS of the split that each row goes to [num_rows]."""
 
 
 class Encoder:
@@ -43,6 +45,12 @@ class Encoder:
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
         self.splitter = splitter
+
+    @property
+    def known_rows(self) -> dict[str, int]:
+        """Table rows of the sparse features without a vocabulary."""
+        cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_rows}
+        return {**cut, **self.hash_rows}
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
@@ -63,7 +71,16 @@ class Encoder:
                 if column.has_rows or column.name in self.hash_rows:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
-        return EncodedBlock(splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block)
+        return EncodedBlock(
+            splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block, split=split
+        )
+
+    def encode_split(self, block: Block, first_global_row: int, split: str) -> pa.RecordBatch:
+        """The rows of one split alone, as `encode` gives them; none where the block has none."""
+        rows = block.source.format.parse(block, self.layout)
+        mask = self.splitter.split_of(block, first_global_row, rows) == SPLITS.index(split)
+        batch = self._record_batch(rows)
+        return batch if mask.all() else batch.filter(pa.array(mask))
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
         samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]

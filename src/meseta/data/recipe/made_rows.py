@@ -1,0 +1,104 @@
+"""Rows of a split, made from the raw files where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pyarrow as pa
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.formats.bad_rows import parse_good_rows
+from meseta.data.formats.format import Block, Source
+from meseta.data.prepare.earlier import encoders_of, layout_of_dataset
+from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.splitting import Splitter
+from meseta.data.prepare.write import Finisher
+from meseta.data.recipe.cursors import Cursors, check_unchanged
+from meseta.data.recipe.index import SourceIndex, Stretch
+from meseta.data.recipe.recipe import WAY_OUT, Recipe
+from meseta.data.workers import in_order
+from meseta.machine.processors import num_cores
+from meseta.spec import MesetaError
+
+
+class RowMaker:
+    """Makes row groups of a split. Threads may share it; several of its own parse what one call asks for."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        index: SourceIndex,
+        encoder: Encoder,
+        finisher: Finisher,
+        *,
+        skips_bad_rows: bool,
+        num_threads: int | None = None,
+    ) -> None:
+        """`num_threads`: None: the cores this process may use."""
+        self._sources, self._index = sources, index
+        self._encoder, self._finisher = encoder, finisher
+        self._skips_bad_rows = skips_bad_rows
+        self._cursors = Cursors(sources, encoder.layout.columns)
+        self._num_threads = num_threads or num_cores()
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="meseta-make")
+
+    @staticmethod
+    def of(dataset: Dataset, recipe: Recipe, num_threads: int | None = None) -> RowMaker:
+        """By the recipe of a dataset. Raises MesetaError for files of either that are missing, damaged or changed."""
+        sources = recipe.sources_of(dataset)
+        for source in sources:
+            check_unchanged(source)
+        encoder, finisher = encoders_of(dataset, layout_of_dataset(dataset), splitter_of(dataset))
+        index = SourceIndex.load(recipe, dataset)
+        skips = recipe.skips_bad_rows
+        return RowMaker(sources, index, encoder, finisher, skips_bad_rows=skips, num_threads=num_threads)
+
+    def group_rows(self, split: str) -> list[int]:
+        """Rows of each row group of a split."""
+        return self._index.group_rows(split)
+
+    def groups(self, split: str, groups: Sequence[int]) -> Iterator[pa.Table]:
+        """The columns of a dataset's files in some row groups of a split, group by group.
+
+        Raises MesetaError for a file that has changed since the recipe was made, or is damaged."""
+        sizes = self._index.group_rows(split)
+        parts = {group: self._index.stretches(split, group) for group in groups}
+        jobs: Iterator[Callable[[], list[pa.RecordBatch]]] = (
+            partial(self._make, split, stretch) for group in groups for stretch in parts[group]
+        )
+        made = in_order(self._pool, jobs, self._num_threads + 1)
+        for group in groups:
+            batches = [batch for _ in parts[group] for batch in next(made)]
+            num_rows = sum(batch.num_rows for batch in batches)
+            if num_rows != sizes[group]:
+                path = self._sources[parts[group][0].source].path
+                raise MesetaError(
+                    f"source {path!r} gives {num_rows:,} rows of split {split!r} where it gave {sizes[group]:,} when "
+                    f"the recipe was made; {WAY_OUT}"
+                )
+            yield pa.Table.from_batches(batches)
+
+    def _make(self, split: str, stretch: Stretch) -> list[pa.RecordBatch]:
+        """Finished rows of a split in a stretch of a file."""
+        block = self._cursors.read(stretch)
+        rows_before = stretch.first_global_row - block.first_row
+
+        def encode(part: Block) -> pa.RecordBatch:
+            return self._encoder.encode_split(part, rows_before + part.first_row, split)
+
+        batches = parse_good_rows(block, encode).results if self._skips_bad_rows else [encode(block)]
+        return [self._finisher.finish(batch) for batch in batches]
+
+
+def splitter_of(dataset: Dataset) -> Splitter:
+    """What parts the rows of a dataset."""
+    return Splitter(
+        seed=dataset.seed,
+        test_fraction=dataset.test_fraction or 0.0,
+        valid_fraction=dataset.valid_fraction or 0.0,
+        by=dataset.split_by,
+        test_from=dataset.test_from,
+        valid_from=dataset.valid_from,
+    )
