@@ -1,4 +1,4 @@
-"""Small raw files of every kind, what is asked of them, and a dataset beside its recipe, which must give its batches."""
+"""Small raw files of every kind, what is asked of them, and a dataset beside its recipe, which gives its batches."""
 
 from __future__ import annotations
 
