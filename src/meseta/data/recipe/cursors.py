@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,6 +28,7 @@ class Cursors:
         self._idle: list[tuple[int, RowCursor]] = []
         """The number of its source with each, those that were used last at the end."""
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._idle)
 
     def read(self, stretch: Stretch) -> Block:
         """The rows of a stretch. Raises MesetaError for a file that is damaged, or another than it was."""
@@ -65,6 +67,11 @@ class Cursors:
                 return entry[1]
         source = self._sources[stretch.source]
         return source.format.cursor(source, self._columns)
+
+
+def _close_all(idle: list[tuple[int, RowCursor]]) -> None:
+    for _, cursor in idle:
+        cursor.close()
 
 
 def check_unchanged(source: Source) -> None:
