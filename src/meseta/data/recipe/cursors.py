@@ -78,8 +78,9 @@ def check_unchanged(source: Source) -> None:
     """Raise MesetaError where a raw file is not the one that it was."""
     try:
         now = status(source.path)
-        problem = None if (now.size_bytes or 1, now.changed) == (source.size_bytes, source.changed) else "has changed"
+        is_same = (now.size_bytes or 1, now.changed) == (source.size_bytes, source.changed)
+        problem = None if is_same else "has changed since the recipe was made"
     except OSError as error:
         problem = f"cannot be read any more ({error.strerror})"
     if problem is not None:
-        raise MesetaError(f"source {source.path!r} {problem} since the recipe was made: bring it back, or {WAY_OUT}")
+        raise MesetaError(f"source {source.path!r} {problem}: bring it back, or {WAY_OUT}")
