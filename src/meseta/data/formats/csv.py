@@ -170,10 +170,10 @@ class Csv(TextFormat):
         end = cut_records(data)
         return data[:end], data[end:]
 
-    def good_row_ends(self, block: Block) -> Sequence[int] | NDArray[np.int64]:
+    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
         """By the quotes, which are closed unless the block was cut out from among bad rows."""
         ends = record_ends(raw_text(block))
-        return ends if ends.size == block.num_rows else self.row_ends(block)
+        return ends if ends.size == block.num_rows else np.array(self.row_ends(block), np.int64)
 
     def row_ends(self, block: Block) -> Sequence[int]:
         """A quote too many makes lines up to the next one look like one record; where such a record is not whole, its

@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SourceSplit
 from meseta.data.layout import RawLayout
@@ -204,6 +206,10 @@ class RawFormat(ABC):
     @abstractmethod
     def row_ends(self, block: Block) -> Sequence[int]:
         """Where each row of a block ends: in bytes of text, or in rows [num_rows]."""
+
+    @abstractmethod
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """Those rows of a block without bad ones for which `mask` [num_rows] is set; where they stand is not told."""
 
     @abstractmethod
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:

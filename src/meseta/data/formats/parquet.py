@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from meseta.data.formats.format import (
     AskedColumns,
@@ -79,6 +81,11 @@ class Parquet(RawFormat):
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         """As described by `RawFormat.parse`."""
         return parse_parquet(block, _batch(block), layout)
+
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.picked`."""
+        rows = _batch(block).filter(pa.array(mask))
+        return replace(block, raw=rows, num_rows=rows.num_rows)
 
     def row_ends(self, block: Block) -> Sequence[int]:
         """Rows."""

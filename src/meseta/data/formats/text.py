@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +43,16 @@ class TextFormat(RawFormat):
         """Where each row of a block ends, in bytes [num_rows]."""
         return line_ends(raw_text(block))
 
-    def good_row_ends(self, block: Block) -> Sequence[int] | NDArray[np.int64]:
+    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
         """The same of a block that was parsed, sooner where that can be."""
-        return self.row_ends(block)
+        return places_behind_lines(raw_text(block))
+
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.picked`."""
+        raw, ends = raw_text(block), self.good_row_ends(block)
+        starts = np.concatenate([[0], ends[:-1]])
+        rows = [raw[start:end] for start, end in zip(starts[mask].tolist(), ends[mask].tolist(), strict=True)]
+        return replace(block, raw=b"".join(rows), num_rows=len(rows))
 
     def cursor(self, source: Source, columns: Sequence[str]) -> TextCursor:
         """Goes to the bytes of a row."""
@@ -161,8 +169,13 @@ def raw_text(block: Block) -> bytes:
 
 def line_ends(raw: bytes) -> list[int]:
     """Where each line ends, in bytes."""
-    ends: list[int] = (np.flatnonzero(np.frombuffer(raw, np.uint8) == ord("\n")) + 1).tolist()
+    ends: list[int] = places_behind_lines(raw).tolist()
     return ends
+
+
+def places_behind_lines(raw: bytes) -> NDArray[np.int64]:
+    """Where each line ends, in bytes [number of lines]."""
+    return np.flatnonzero(np.frombuffer(raw, np.uint8) == ord("\n")) + 1
 
 
 def first_line(source: Source) -> bytes:

@@ -86,7 +86,8 @@ class RowMaker:
         rows_before = stretch.first_global_row - block.first_row
 
         def encode(part: Block) -> pa.RecordBatch:
-            return self._encoder.encode_split(part, rows_before + part.first_row, split)
+            picks = not self._skips_bad_rows
+            return self._encoder.encode_split(part, rows_before + part.first_row, split, picks=picks)
 
         batches = parse_good_rows(block, encode).results if self._skips_bad_rows else [encode(block)]
         return [self._finisher.finish(batch) for batch in batches]
