@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from data.click_log import make_lines
+from meseta.data import PrepareOptions
+from meseta.data.prepare import prepare
 from meseta.telemetry.rank_record import SIZE, record_path
 from small_run import settings, train, write_config
 
@@ -40,6 +42,14 @@ class Place:
 
     def data(self) -> Path:
         return Path(shutil.copytree(self.tiny, self.folder / "data"))
+
+    def recipe(self, name: str = "log.csv") -> Path:
+        """A recipe instead of that dataset, and the raw file that it is made from."""
+        source = self.folder / name
+        text = "label,price,user\n" + "".join(f"{row % 2},{row},{row % 7}\n" for row in range(100))
+        source.write_bytes(gzip.compress(text.encode()) if source.suffix == ".gz" else text.encode())
+        prepare(PrepareOptions(sources=[str(source)], out=self.folder / "data", recipe_only=True))
+        return source
 
     def run(self) -> Path:
         return Path(shutil.copytree(self.finished, self.folder / "run"))
@@ -205,6 +215,22 @@ def prepared_file_truncated(place: Place) -> list[Any]:
     return place.train()
 
 
+def source_of_a_recipe_changed(place: Place) -> list[Any]:
+    cut(place.recipe())
+    return place.train()
+
+
+def recipe_of_zipped_files(place: Place) -> list[Any]:
+    place.recipe("log.csv.gz")
+    return place.train()
+
+
+def damaged_recipe(place: Place) -> list[Any]:
+    place.recipe()
+    cut(place.folder / "data/recipe.json")
+    return place.train()
+
+
 def prepared_label_outside(place: Place) -> list[Any]:
     change_value(place.data(), "label", 7, 2.0)
     return place.train(data__shuffle_window_rows=5000)
@@ -335,6 +361,7 @@ TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_oth
 TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
 TRAINING += (no_keys, keys_that_are_not_there)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
+TRAINING += (source_of_a_recipe_changed, recipe_of_zipped_files, damaged_recipe)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_url, checkpoints_moved)

@@ -17,8 +17,9 @@ from pathlib import Path
 from meseta.data import PrepareOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import passes, spool, write
+from meseta.data.prepare import first_pass, spool, staging, write
 from meseta.data.prepare import prepare as run
+from meseta.data.recipe import making
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}
 
@@ -27,8 +28,9 @@ def make_small() -> None:
     text_format.BLOCK_BYTES, parquet.BLOCK_ROWS = 3000, 40
     spool.WINDOW_SAMPLES = 64
     write.PART_WINDOWS = 1
-    passes.COMMIT_S = 0.0
-    passes._VOCABULARY_BUDGET_BYTES = 10_000
+    making.WINDOW_SAMPLES, making.ROW_GROUP_ROWS = 64, 32
+    staging.COMMIT_S = 0.0
+    first_pass._VOCABULARY_BUDGET_BYTES = 10_000
 
 
 def forked(options: PrepareOptions, die_at: int | None, count_file: Path) -> int:

@@ -16,7 +16,7 @@ from meseta.data.formats.format import AskedColumns, Block, FileHead, Source, Te
 from meseta.data.formats.text import TextFormat, first_line, raw_text
 from meseta.data.formats.text_columns import guessed_text_layout
 from meseta.data.layout import RawLayout
-from meseta.data.prepare import passes, prepare, spool
+from meseta.data.prepare import prepare, spool, staging
 from meseta.data.raw_rows import RawRows
 from meseta.spec import MesetaError
 
@@ -107,7 +107,7 @@ def test_a_damaged_line_is_explained_or_skipped(tmp_path: Path) -> None:
 def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
-    monkeypatch.setattr(passes, "COMMIT_S", 0.0)
+    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
     source = write_toy(tmp_path / "log.kv")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "whole"))
     options = PrepareOptions(sources=[source], out=tmp_path / "out")

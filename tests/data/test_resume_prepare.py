@@ -21,9 +21,10 @@ from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
 from meseta.data import PrepareOptions
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import passes, prepare, spool, write
+from meseta.data.prepare import prepare, spool, staging, write
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import staged_folder
+from meseta.data.recipe import making
 from meseta.spec import MesetaError
 from small_run import environment
 
@@ -80,6 +81,9 @@ def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> 
         ("csv", {"vocabulary": True, "min_count": 1, "bad_rows": "skip", "valid_fraction": 0.3}),
         ("ffm", {}),
         ("parquet", {}),
+        ("tsv", {"recipe_only": True, "valid_fraction": 0.2}),
+        ("csv", {"recipe_only": True, "vocabulary": True, "min_count": 1, "bad_rows": "skip"}),
+        ("parquet", {"recipe_only": True, "vocabulary": True, "min_count": 1}),
     ],
 )
 def test_killed_at_random_moments(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
@@ -91,6 +95,7 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str, options: dict[str, 
 @pytest.mark.parametrize("kind", ["tsv", "tsv.gz", "csv", "ffm", "parquet"])
 def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
     options = {"vocabulary": bool(seed % 2) and "tsv" not in kind, "bad_rows": "skip", "valid_fraction": seed % 4 / 8}
+    options["recipe_only"] = seed % 3 == 0
     kill(tmp_path, kind, num_kills=8, seed=seed, **options)
 
 
@@ -100,7 +105,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "PART_WINDOWS", 1)
-    monkeypatch.setattr(passes, "COMMIT_S", 0.0)
+    monkeypatch.setattr(making, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(making, "ROW_GROUP_ROWS", 32)
+    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
 
 
 def options_of(folder: Path, out: str = "out", **options: Any) -> PrepareOptions:
@@ -125,6 +132,25 @@ def first_rows(options: PrepareOptions) -> dict[str, int]:
     calls: dict[str, int] = {}
     prepare(options, lambda stage, rows, share: calls.setdefault(stage, rows) and None)
     return calls
+
+
+@pytest.mark.parametrize("stage", ["read", "count"])
+def test_a_recipe_is_not_begun_again_either(tmp_path: Path, small: None, stage: str) -> None:
+    (tmp_path / "log.csv").write_text(
+        "label,price,city\n" + "".join(f"{row % 2},{row},{'long' * 20} {row % 37}\n" for row in range(400))
+    )
+    options, again = (
+        PrepareOptions(
+            sources=[f"{tmp_path}/log.csv"], out=tmp_path / out, vocabulary=True, min_count=2, recipe_only=True
+        )
+        for out in ("out", "again")
+    )
+    interrupted(options, stage)
+    begun = first_rows(options)
+    assert begun["read"] == 400 if stage == "count" else 0 < begun["read"] < 400
+    assert begun["count"] > 64 if stage == "count" else begun["count"] == 64
+    assert first_rows(again) == {"read": 0, "count": 64}
+    assert tree(tmp_path / "out") == tree(tmp_path / "again")
 
 
 @pytest.mark.parametrize("stage", ["read", "write"])
@@ -183,15 +209,15 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, is_kept: bool
 ) -> None:
     options = options_of(tmp_path)
-    whole = Spool._write
+    whole = Spool._keep
 
-    def fail(self: Spool, num_rows: int) -> None:
+    def fail(self: Spool, window: pa.RecordBatch) -> None:
         if self.num_rows > 100:
             raise OSError(number, os.strerror(number))
-        whole(self, num_rows)
+        whole(self, window)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "_write", fail)
+        patch.setattr(Spool, "_keep", fail)
         with pytest.raises(MesetaError, match=f"{reason}$"):
             prepare(options)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.tmp"] * is_kept
@@ -210,8 +236,6 @@ def test_two_at_work_on_one_folder(tmp_path: Path) -> None:
 def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meseta.data.prepare import staging
-
     options = options_of(tmp_path)
     interrupted(options, "read")
     monkeypatch.setattr(staging, "boot_id", lambda: "another")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from data.click_log import make_lines, read_split, write_tsv
 from data.timed_log import make_rows, rows_in, run, write
+from meseta.data import order_statistics
 from meseta.data.formats import text as text_format
-from meseta.data.prepare import PrepareOptions, order_statistics, prepare, survey
+from meseta.data.prepare import PrepareOptions, prepare, survey
 from meseta.spec import MesetaError
 
 
@@ -97,7 +98,7 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
     shares = {"split_by": "time", "test_fraction": 0.3, "valid_fraction": 0.2}
     run(tmp_path, "whole", **shares)
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr("meseta.data.prepare.passes.COMMIT_S", 0.0)
+    monkeypatch.setattr("meseta.data.prepare.staging.COMMIT_S", 0.0)
     stages: list[str] = []
 
     def interrupt(at: str, rows: int, share: float) -> None:

@@ -17,9 +17,9 @@ from meseta.errors import MesetaError
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.layout import RawLayout
+    from meseta.data.prepare.first_pass import Progress
     from meseta.data.prepare.new_rows import Unseen
     from meseta.data.prepare.options import PrepareOptions
-    from meseta.data.prepare.passes import Progress
 
 MOST_SHARES = 10
 """Lines of a table that is printed of features."""
@@ -128,6 +128,12 @@ _HashRows = Annotated[
     list[str] | None,
     typer.Option(help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"),
 ]
+_RecipeOnly = Annotated[
+    bool,
+    typer.Option(
+        "--recipe-only", help="Write no rows: they are made from the sources, by a recipe, each time they are read."
+    ),
+]
 _OF_LIKE = {"sources", "out", "like", "force", "bad_rows", "max_bad_rows"}
 """Options that have a meaning beside --like."""
 
@@ -156,6 +162,7 @@ def prepare(
     print_schema: _PrintSchema = False,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
+    recipe_only: _RecipeOnly = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
@@ -183,6 +190,7 @@ def prepare(
         min_count=min_count,
         **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
         schema=schema,
+        recipe_only=recipe_only,
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
     )
@@ -370,7 +378,8 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
         sums = split.positives or {"": split.num_positives}
         shares = ", ".join(f"{label} {total / max(split.num_rows, 1):.4f}".strip() for label, total in sums.items())
         labels = f"{shares} positive" if dataset.has_labels else "without labels"
-        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {labels}")
+        where = f"{len(split.files)} files" if dataset.recipe is None else "made as they are read"
+        show(f"  {name:5} {split.num_rows:>13,} rows, {where}, {labels}")
     num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
     show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
     for name, number in dataset.not_finite.items():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
-from meseta.data.read.decode import SplitFiles
 from meseta.data.read.selection import Selection
 from meseta.data.read.served.messages import Counts, DatasetDescription, RowsAsked, TableRequest
+from meseta.data.read.split import SplitRows, rows_of_split
 from meseta.readers.window_store import forget_oldest
 from meseta.spec import MesetaError, nearest
 
@@ -29,10 +29,11 @@ def describe(name: str, dataset: Dataset) -> DatasetDescription:
     return DatasetDescription(name=name, document=document, digest=digest)
 
 
-def open_split(dataset: Dataset, rows: RowsAsked, counted: Mapping[int, int] | None = None) -> SplitFiles:
-    """The files of a split, of which the rows are read that are asked for. Raises MesetaError as `SplitFiles` does."""
+def open_split(dataset: Dataset, rows: RowsAsked, counted: Mapping[int, int] | None = None) -> SplitRows:
+    """The rows of a split that are asked for. Raises MesetaError as `rows_of_split` does."""
     selection = Selection(dataset, condition=rows.filter, negative_keep=rows.negative_keep, seed=rows.seed)
-    return SplitFiles(dataset.with_labels(rows.labels), rows.split, selection, counted)
+    described = dataset.with_labels(rows.labels)
+    return rows_of_split(described, rows.split, selection, counted, shuffles=rows.shuffle)
 
 
 class Catalog:

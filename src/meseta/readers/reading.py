@@ -16,13 +16,13 @@ from pyarrow import flight
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.cut import BatchCut
-from meseta.data.read.decode import SplitFiles
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Unreachable, as_flight_error
 from meseta.data.read.served.messages import Beat, CountRequest, RowsAsked, WindowMade, WindowTicket
 from meseta.data.read.served.record_batches import MOST_ROWS, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.split import SplitRows
 from meseta.data.read.window_times import WindowTimes
 from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
 from meseta.readers.catalog import describe, open_split
@@ -69,7 +69,7 @@ class OpenSplit:
     """A split whose windows can be decoded."""
 
     dataset: Dataset
-    files: SplitFiles
+    files: SplitRows
     schema: pa.Schema
 
 

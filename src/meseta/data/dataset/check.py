@@ -78,9 +78,10 @@ def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -
     """Hold every file and every value of the dataset in `path` against its dataset.json.
 
     `on_rows` is called with the rows just read and the rows in all. Raises MesetaError where dataset.json itself
-    cannot be read; all else that is wrong is in the result.
+    cannot be read, or is that of a recipe; all else that is wrong is in the result.
     """
     dataset = Dataset.load(path)
+    dataset.check_files("`meseta data check`")
     faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
     total = sum(split.num_rows for split in dataset.splits.values())
     num_rows = 0

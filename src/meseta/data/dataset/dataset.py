@@ -112,12 +112,12 @@ class Split(Record):
     positives: dict[str, float] = {}
     """Sum of each label, where there are several."""
     files: tuple[DataFile, ...]
-    """Parquet files, in the order of their rows."""
+    """Parquet files, in the order of their rows; none where a recipe makes them."""
 
     @model_validator(mode="after")
     def _check(self) -> Split:
         total = sum(file.num_rows for file in self.files)
-        if total != self.num_rows:
+        if total != self.num_rows and self.files:
             raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
         return self
 
@@ -236,6 +236,9 @@ class Dataset(Record):
     touched: InnerPath | None = None
     """Parquet file with the rows of hashed features that training looks up, see meseta.data.dataset.touched; None:
     unknown."""
+    recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of recipe.json, by which rows are made from the raw files as they are read, see meseta.data.recipe; None:
+    they lie in the files of the splits."""
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 
@@ -264,6 +267,14 @@ class Dataset(Record):
             raise MesetaError(
                 f"dataset {str(self.dir)!r} has no labels, so nothing can be trained or measured on it; "
                 "`meseta predict` gives its rows predictions"
+            )
+
+    def check_files(self, what: str) -> None:
+        """Raise MesetaError where the rows lie in no files: `what` reads these."""
+        if self.recipe is not None:
+            raise MesetaError(
+                f"dataset {str(self.dir)!r} is a recipe, whose rows are made as they are read, and {what} wants them "
+                "in files; prepare it without --recipe-only"
             )
 
     def with_labels(self, names: Sequence[str] | None) -> Dataset:
@@ -298,6 +309,11 @@ class Dataset(Record):
         vocabularies += [] if self.touched is None else [self.touched]
         if self.source_form is not None:
             self._check_form(self.source_form)
+        for name, split in self.splits.items():
+            if split.files and self.recipe is not None:
+                raise ValueError(f"split {shown(name)} has files, and a recipe makes its rows")
+            if not split.files and split.num_rows and self.recipe is None:
+                raise ValueError(f"split {shown(name)}: its files hold 0 rows, but num_rows is {split.num_rows}")
         if alike := first_alike([FILE_NAME, *files, *dict.fromkeys(vocabularies)]):
             raise ValueError(f"files {alike[0]!r} and {alike[1]!r} are one, or to file systems that ignore case")
         return self
@@ -362,7 +378,7 @@ class Dataset(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
 
     def save(self, dir: str | Path) -> None:
         """Write `dir`/dataset.json."""

@@ -135,8 +135,9 @@ def describe(dataset: Dataset, on_rows: OnShare | None = None) -> Description:
 
     Memory holds, per core, 4 bytes for each table row that occurs, or 8 for each group. `on_rows` is called with the
     rows read since the last call, a column counting as its share of a row. Raises MesetaError for files that cannot be
-    read and for ids outside their table; `meseta data check` says all that is wrong.
+    read, for ids outside their table and for a recipe; `meseta data check` says all that is wrong.
     """
+    dataset.check_files("`meseta data stats`")
     jobs: list[Callable[[], Any]] = [partial(_sparse_figures, dataset, feature) for feature in dataset.sparse]
     jobs += [partial(_dense_figures, dataset, feature) for feature in dataset.dense]
     jobs += [partial(_split_figures, dataset, name) for name in dataset.splits]

@@ -105,12 +105,19 @@ def unknown(before: Encoding, now: Encoding) -> list[str]:
 
 def other_rows(before: Dataset, now: Dataset) -> str | None:
     """What tells that two datasets of one encoding hold other rows, in words: their files and numbers, and what was
-    counted of them; None where nothing does."""
+    counted of them; None where nothing does. A recipe has no files, and gives the rows that others have in theirs."""
+    if before.recipe or now.recipe:
+        before, now = (_without_files(dataset) for dataset in (before, now))
     for name in ("splits", "weight", "group"):
         if getattr(before, name) != getattr(now, name):
             return f"other rows, as {name} in {FILE_NAME} tells"
     counted = ({feature.name: feature.statistics for feature in dataset.sparse} for dataset in (before, now))
     return f"other rows, as statistics in {FILE_NAME} tells" if next(counted) != next(counted) else None
+
+
+def _without_files(dataset: Dataset) -> Dataset:
+    splits = {name: split.model_copy(update={"files": ()}) for name, split in dataset.splits.items()}
+    return dataset.model_copy(update={"splits": splits})
 
 
 def _of_labels(before: Encoding, now: Encoding) -> Iterator[str]:

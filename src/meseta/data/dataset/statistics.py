@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,18 @@ class FeatureStatistics:
             self._rows += rows
             self._lookups += lookups
 
+    def get_state(self) -> tuple[list[int], bytes]:
+        """What was counted, as plain data and bytes; `set_state` of another one takes it up."""
+        with self._lock:
+            numbers = [self._num_samples, self._num_lookups, *self._rows.tolist(), *self._lookups.tolist()]
+            return numbers, self._seen.get_state()
+
+    def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
+        """Go on from what `get_state` gave."""
+        self._num_samples, self._num_lookups = numbers[:2]
+        self._rows, self._lookups = np.array(numbers[2:], np.int64).reshape(2, len(EDGES))
+        self._seen.set_state(seen)
+
     def bits(self) -> NDArray[np.uint8] | None:
         """A bit per row of the table, set where it was looked up, the first row in the lowest bit of the first byte;
         None where no such bits are kept."""
@@ -89,6 +101,13 @@ class _Bitmap:
     def count(self) -> int:
         return self._count
 
+    def get_state(self) -> bytes:
+        return self.bits.tobytes()
+
+    def set_state(self, state: bytes) -> None:
+        self.bits = np.frombuffer(state, np.uint8).copy()
+        self._count = int(np.unpackbits(self.bits).sum())
+
 
 class _SortedRows:
     """Rows seen so far, in sorted runs of which each is more than twice as long as the next."""
@@ -106,6 +125,13 @@ class _SortedRows:
         while len(self._runs) > 1:
             self._runs.append(np.union1d(self._runs.pop(), self._runs.pop()))
         return len(self._runs[0]) if self._runs else 0
+
+    def get_state(self) -> bytes:
+        self.count()
+        return self._runs[0].tobytes() if self._runs else b""
+
+    def set_state(self, state: bytes) -> None:
+        self._runs = [np.frombuffer(state, np.int64)]
 
 
 class Moments:

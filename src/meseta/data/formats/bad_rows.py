@@ -62,6 +62,7 @@ def _halve(
         else block.raw[start : ends[stop - 1]],
         first_row=block.first_row + first,
         first_line=block.first_line + (block.raw.count(b"\n", 0, start) if isinstance(block.raw, bytes) else 0),
+        first_offset=block.first_offset + (start if isinstance(block.raw, bytes) else 0),
         num_rows=stop - first,
     )
     try:

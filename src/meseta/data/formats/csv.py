@@ -8,9 +8,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from meseta.data.formats.csv_records import count_records, cut_records, header_names, is_record, read_header
+from meseta.data.formats.csv_records import (
+    count_records,
+    cut_records,
+    header_names,
+    is_record,
+    read_header,
+    record_ends,
+)
 from meseta.data.formats.format import (
     AskedColumns,
     Block,
@@ -160,6 +169,11 @@ class Csv(TextFormat):
         data = before + data
         end = cut_records(data)
         return data[:end], data[end:]
+
+    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
+        """By the quotes, which are closed unless the block was cut out from among bad rows."""
+        ends = record_ends(raw_text(block))
+        return ends if ends.size == block.num_rows else np.array(self.row_ends(block), np.int64)
 
     def row_ends(self, block: Block) -> Sequence[int]:
         """A quote too many makes lines up to the next one look like one record; where such a record is not whole, its

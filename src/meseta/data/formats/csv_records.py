@@ -23,13 +23,13 @@ def cut_records(data: bytes) -> int:
     """
     if b'"' not in data:
         return data.rfind(b"\n") + 1
-    ends = _record_ends(data)
-    return int(ends[-1]) + 1 if ends.size else 0
+    ends = record_ends(data)
+    return int(ends[-1]) if ends.size else 0
 
 
 def count_records(data: bytes) -> int:
     """Whole records in `data`, which begins with one."""
-    return data.count(b"\n") if b'"' not in data else int(_record_ends(data).size)
+    return data.count(b"\n") if b'"' not in data else int(record_ends(data).size)
 
 
 def read_header(read_line: Callable[[int], bytes]) -> bytes:
@@ -69,9 +69,10 @@ def is_record(data: bytes, delimiter: str, num_fields: int) -> bool:
     return len(rows) == 1 and len(rows[0]) == num_fields
 
 
-def _record_ends(data: bytes) -> NDArray[np.int64]:
-    """Places of the line ends that stand outside quotes."""
+def record_ends(data: bytes) -> NDArray[np.int64]:
+    """Where the whole records in `data`, which begins with one, end: behind the line ends that stand outside quotes."""
     array = np.frombuffer(data, np.uint8)
     newlines = np.flatnonzero(array == _NEWLINE)
     quotes_before = np.searchsorted(np.flatnonzero(array == _QUOTE), newlines)
-    return newlines[quotes_before % 2 == 0]
+    ends: NDArray[np.int64] = newlines[quotes_before % 2 == 0] + 1
+    return ends

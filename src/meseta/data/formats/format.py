@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SourceSplit
 from meseta.data.layout import RawLayout
@@ -73,6 +75,8 @@ class Block:
     """Rows of the file before this block."""
     first_line: int = 0
     """Lines of a text file before this block."""
+    first_offset: int = 0
+    """Bytes of text before this block, unzipped."""
     num_rows: int
     raw: bytes | pa.RecordBatch
     """Whole lines (of CSV, whole records), or columns of a Parquet file."""
@@ -82,6 +86,27 @@ class Block:
     """Where the next row begins."""
     position_bytes: int
     """How far the stored file has been read, for progress."""
+
+    @property
+    def start(self) -> FilePosition:
+        """Where its first row begins."""
+        return FilePosition(row=self.first_row, line=self.first_line, offset=self.first_offset)
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class RowCursor(Protocol):
+    """An open file, of which some rows are read, and then others; dearer where these stand before the former ones. One
+    thread at a time may use it."""
+
+    row: int
+    """Of the file, before which it stands."""
+
+    def read(self, start: FilePosition, stop: FilePosition) -> Block:
+        """The rows from one position to another, where both lie in one block of `RawFormat.blocks`. Raises MesetaError
+        where the file ends before, and what `named_errors` turns into one."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 @dataclass
@@ -158,7 +183,21 @@ class RawFormat(ABC):
 
     @abstractmethod
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
-        """Blocks of one file in order, from `start` on; at least `columns` of them are read."""
+        """Blocks of one file in order, from `start` on, which is where one ends; at least `columns` of them are read.
+
+        Where a block ends is a function of the file alone, and not of where the reading began."""
+
+    @abstractmethod
+    def cursor(self, source: Source, columns: Sequence[str]) -> RowCursor:
+        """Opens one file, to read rows anywhere in it; at least `columns` of them are read. Raises as a cursor does."""
+
+    @abstractmethod
+    def can_enter(self, source: Source) -> bool:
+        """Whether rows in the middle of a file can be read without those before them."""
+
+    @abstractmethod
+    def position(self, block: Block, row: int) -> FilePosition:
+        """Where a row of a block begins, counted from 0; the block was parsed."""
 
     @abstractmethod
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
@@ -167,6 +206,10 @@ class RawFormat(ABC):
     @abstractmethod
     def row_ends(self, block: Block) -> Sequence[int]:
         """Where each row of a block ends: in bytes of text, or in rows [num_rows]."""
+
+    @abstractmethod
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """Those rows of a block without bad ones for which `mask` [num_rows] is set; where they stand is not told."""
 
     @abstractmethod
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from meseta.data.formats.format import AskedColumns, Block, FileHead, FilePosition, RawFormat, Source, TextForm
+from meseta.data.formats.format import (
+    AskedColumns,
+    Block,
+    FileHead,
+    FilePosition,
+    RawFormat,
+    Source,
+    TextForm,
+    named_errors,
+)
 from meseta.data.formats.parquet_files import open_parquet, parquet_sample, parquet_schema
 from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
 from meseta.data.formats.parse_parquet import parse_parquet
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
+from meseta.data.row_queue import RowQueue
 from meseta.data.schema.schema import Schema, check_names
 from meseta.spec import MesetaError
 
@@ -45,32 +59,33 @@ class Parquet(RawFormat):
 
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
         """Row groups before the one with `start` are passed over."""
-        with open_parquet(source.path) as file:
-            num_rows = file.metadata.num_rows
-            if not num_rows:
+        with closing(ParquetCursor(source, columns)) as cursor:
+            if not cursor.num_rows:
                 raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
-            first_row = group = 0
-            while group < file.num_row_groups and first_row + file.metadata.row_group(group).num_rows <= start.row:
-                first_row += file.metadata.row_group(group).num_rows
-                group += 1
-            groups = list(range(group, file.num_row_groups))
-            for batch in file.iter_batches(BLOCK_ROWS, row_groups=groups, columns=list(columns)):
-                done = first_row + batch.num_rows
-                if done > start.row:
-                    rows = batch.slice(max(start.row - first_row, 0))
-                    yield Block(
-                        source=source,
-                        first_row=done - rows.num_rows,
-                        num_rows=rows.num_rows,
-                        raw=rows,
-                        end=FilePosition(row=done),
-                        position_bytes=source.size_bytes * done // num_rows,
-                    )
-                first_row = done
+            while start.row < cursor.num_rows:
+                yield (block := cursor.read(start, FilePosition(row=min(start.row + BLOCK_ROWS, cursor.num_rows))))
+                start = block.end
+
+    def cursor(self, source: Source, columns: Sequence[str]) -> ParquetCursor:
+        """Goes to the beginning of the row group with a row, and passes over those before it."""
+        return ParquetCursor(source, columns)
+
+    def can_enter(self, source: Source) -> bool:
+        """By row groups."""
+        return True
+
+    def position(self, block: Block, row: int) -> FilePosition:
+        """Its number."""
+        return FilePosition(row=block.first_row + row)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         """As described by `RawFormat.parse`."""
         return parse_parquet(block, _batch(block), layout)
+
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.picked`."""
+        rows = _batch(block).filter(pa.array(mask))
+        return replace(block, raw=rows, num_rows=rows.num_rows)
 
     def row_ends(self, block: Block) -> Sequence[int]:
         """Rows."""
@@ -116,6 +131,74 @@ class Parquet(RawFormat):
                     f"source {source.path!r}: column {before.raw!r} must hold {kinds[before.multi_valued]} {how}, "
                     f"as in dataset {str(earlier_dir)!r}"
                 )
+
+
+class ParquetCursor:
+    """Reads some columns of the rows between two, on from where it stands, or else from the beginning of their row
+    group."""
+
+    def __init__(self, source: Source, columns: Sequence[str]) -> None:
+        self.row = 0
+        self._source, self._columns = source, list(columns)
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._waiting = RowQueue()
+        with ExitStack() as stack, named_errors(source.path):
+            self._file = stack.enter_context(open_parquet(source.path))
+            sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+            self._group_ends = np.cumsum(sizes, dtype=np.int64)
+            self._open = stack.pop_all()
+        self.num_rows = self._file.metadata.num_rows
+        """Of the file."""
+
+    def read(self, start: FilePosition, stop: FilePosition) -> Block:
+        """As described by `RowCursor.read`."""
+        if stop.row > self.num_rows:
+            raise MesetaError(
+                f"source {self._source.path!r} has {self.num_rows:,} rows and none of number {stop.row:,}; fetch it "
+                "again"
+            )
+        with named_errors(self._source.path):
+            self._go_to(start.row)
+            rows = self._take(stop.row - start.row)
+        return Block(
+            source=self._source,
+            first_row=start.row,
+            num_rows=rows.num_rows,
+            raw=rows,
+            end=stop,
+            position_bytes=self._source.size_bytes * stop.row // self.num_rows,
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._open.close()
+
+    def _go_to(self, row: int) -> None:
+        here, group = (int(np.searchsorted(self._group_ends, place, side="right")) for place in (self.row, row))
+        if row < self.row or group > here or self._batches is None:
+            self.row = int(self._group_ends[group - 1]) if group else 0
+            groups = list(range(group, self._group_ends.size))
+            self._batches = self._file.iter_batches(BLOCK_ROWS, row_groups=groups, columns=self._columns)
+            self._waiting = RowQueue()
+        while self.row < row:
+            self._wait_for(1)
+            passed = self._waiting.take(min(row - self.row, self._waiting.num_rows))
+            self.row += passed.num_rows
+
+    def _take(self, num_rows: int) -> pa.RecordBatch:
+        """The next rows, without a copy where they are decoded together."""
+        self._wait_for(num_rows)
+        self.row += num_rows
+        [rows] = self._waiting.take(num_rows).combine_chunks().to_batches()
+        return rows
+
+    def _wait_for(self, num_rows: int) -> None:
+        """Decode so many rows, unless they are waiting."""
+        while self._waiting.num_rows < num_rows:
+            batch = next(self._batches or iter(()), None)
+            if batch is None:
+                raise MesetaError(f"source {self._source.path!r} is truncated or damaged; fetch it again")
+            self._waiting.add(batch)
 
 
 def _batch(block: Block) -> pa.RecordBatch:

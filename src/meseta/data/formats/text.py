@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meseta.data.formats.format import Block, FilePosition, RawFormat, Source, named_errors, open_text
 from meseta.spec import MesetaError
@@ -38,6 +43,32 @@ class TextFormat(RawFormat):
         """Where each row of a block ends, in bytes [num_rows]."""
         return line_ends(raw_text(block))
 
+    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
+        """The same of a block that was parsed, sooner where that can be."""
+        return places_behind_lines(raw_text(block))
+
+    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.picked`."""
+        raw, ends = raw_text(block), self.good_row_ends(block)
+        starts = np.concatenate([[0], ends[:-1]])
+        rows = [raw[start:end] for start, end in zip(starts[mask].tolist(), ends[mask].tolist(), strict=True)]
+        return replace(block, raw=b"".join(rows), num_rows=len(rows))
+
+    def cursor(self, source: Source, columns: Sequence[str]) -> TextCursor:
+        """Goes to the bytes of a row."""
+        return TextCursor(self, source)
+
+    def can_enter(self, source: Source) -> bool:
+        """Unless it is zipped."""
+        with named_errors(source.path), open_text(source.path) as (stream, stored):
+            return stream is stored
+
+    def position(self, block: Block, row: int) -> FilePosition:
+        """By the ends of the rows before it."""
+        end = int(self.good_row_ends(block)[row - 1]) if row else 0
+        line = block.first_line + raw_text(block).count(b"\n", 0, end)
+        return FilePosition(row=block.first_row + row, line=line, offset=block.first_offset + end)
+
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
         """Holds back one block, so that blank lines at the very end of the file can be dropped."""
         held = rest = b""
@@ -50,6 +81,7 @@ class TextFormat(RawFormat):
                 source=source,
                 first_row=start.row,
                 first_line=start.line,
+                first_offset=start.offset,
                 num_rows=num_rows,
                 raw=raw,
                 header=header,
@@ -62,7 +94,9 @@ class TextFormat(RawFormat):
             if not start.offset:
                 start = FilePosition(line=raw_header.count(b"\n"), offset=len(raw_header))
             stream.seek(start.offset)
-            while data := stream.read(BLOCK_BYTES):
+            at = start.offset
+            while data := stream.read(BLOCK_BYTES - at % BLOCK_BYTES):
+                at += len(data)
                 whole, rest = self.cut(rest, data)
                 if not whole:
                     if len(rest) > 4 * BLOCK_BYTES:
@@ -86,6 +120,47 @@ class TextFormat(RawFormat):
                 raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
 
 
+class TextCursor:
+    """Reads the bytes between two rows of a file of text; one that is zipped is unzipped up to them."""
+
+    def __init__(self, form: TextFormat, source: Source) -> None:
+        self.row = 0
+        self._format, self._source = form, source
+        with ExitStack() as stack, named_errors(source.path):
+            self._stream, self._stored = stack.enter_context(open_text(source.path))
+            self._header, _ = form.read_header(source, self._stream.readline)
+            self._open = stack.pop_all()
+
+    def read(self, start: FilePosition, stop: FilePosition) -> Block:
+        """As described by `RowCursor.read`."""
+        with named_errors(self._source.path):
+            self._stream.seek(start.offset)
+            raw = self._stream.read(stop.offset - start.offset)
+            position_bytes = self._stored.tell()
+        if len(raw) != stop.offset - start.offset:
+            raise MesetaError(
+                f"source {self._source.path!r} ends at byte {start.offset + len(raw):,}, before line {stop.line + 1}; "
+                "fetch it again"
+            )
+        self.row = stop.row
+        raw = raw if raw.endswith(b"\n") else raw + b"\n"  # the last line of a file may have no end
+        return Block(
+            source=self._source,
+            first_row=start.row,
+            first_line=start.line,
+            first_offset=start.offset,
+            num_rows=self._format.num_rows(raw),
+            raw=raw,
+            header=self._header,
+            end=stop,
+            position_bytes=position_bytes,
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._open.close()
+
+
 def raw_text(block: Block) -> bytes:
     """The lines of a block of text."""
     assert isinstance(block.raw, bytes)
@@ -94,12 +169,13 @@ def raw_text(block: Block) -> bytes:
 
 def line_ends(raw: bytes) -> list[int]:
     """Where each line ends, in bytes."""
-    ends = []
-    end = raw.find(b"\n") + 1
-    while end:
-        ends.append(end)
-        end = raw.find(b"\n", end) + 1
+    ends: list[int] = places_behind_lines(raw).tolist()
     return ends
+
+
+def places_behind_lines(raw: bytes) -> NDArray[np.int64]:
+    """Where each line ends, in bytes [number of lines]."""
+    return np.flatnonzero(np.frombuffer(raw, np.uint8) == ord("\n")) + 1
 
 
 def first_line(source: Source) -> bytes:

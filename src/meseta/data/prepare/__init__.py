@@ -4,14 +4,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meseta.data.prepare.first_pass import Progress
     from meseta.data.prepare.options import PrepareOptions
-    from meseta.data.prepare.passes import Progress, find_teacher
     from meseta.data.prepare.run import for_training, load_prepared, prepare, read_layout
+    from meseta.data.prepare.sources import find_teacher
 
 _HOME = {
     "PrepareOptions": "meseta.data.prepare.options",
-    "Progress": "meseta.data.prepare.passes",
-    "find_teacher": "meseta.data.prepare.passes",
+    "Progress": "meseta.data.prepare.first_pass",
+    "find_teacher": "meseta.data.prepare.sources",
     **dict.fromkeys(("for_training", "load_prepared", "prepare", "read_layout"), "meseta.data.prepare.run"),
 }
 

@@ -6,11 +6,18 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
+from meseta.data.dataset.vocabulary import load_vocabulary
 from meseta.data.formats.format import Source
 from meseta.data.formats.registry import format_of
+from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.prepare.encode import Encoder
 from meseta.data.prepare.sources import find_sources
+from meseta.data.prepare.splitting import Splitter
+from meseta.data.prepare.write import Finisher
 from meseta.data.schema.find import check_features
 from meseta.errors import doubled
 from meseta.spec import MesetaError
@@ -96,6 +103,25 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
         separator=separator,
         weight_separator=weight if is_text else None,
     )
+
+
+def encoders_of(dataset: Dataset, layout: RawLayout, splitter: Splitter) -> tuple[Encoder, Finisher]:
+    """What makes of raw rows what they became, or would have become, in `dataset`; both hold no state that changes.
+
+    Raises MesetaError for a vocabulary that is missing or damaged.
+    """
+    hashed = {f.name: f.num_embeddings for f in dataset.sparse if f.encoding == "hash"}
+    seeds = {
+        f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, dataset.seed)
+        for f in dataset.sparse
+    }
+    finisher = Finisher(
+        layout,
+        np.array([column.mean for column in dataset.dense]),
+        np.array([column.std for column in dataset.dense]),
+        {f.name: load_vocabulary(dataset.dir, f, seeds[f.name]) for f in dataset.sparse if f.encoding == "vocabulary"},
+    )
+    return Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed), finisher
 
 
 def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,10 @@ from meseta.data.hash_categories import hash_categories, hash_to_rows
 from meseta.data.layout import RawLayout
 from meseta.data.prepare.splitting import TRAIN, Splitter
 from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.spec import MesetaError
+
+PICKED_SHARE = 0.5
+"""Of the rows of a block: where fewer are wanted, to take them out and parse them alone costs less than all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,8 @@ class EncodedBlock:
     num_not_finite: tuple[int, ...]
     """As `RawRows.num_not_finite`."""
     block: Block
+    split: NDArray[np.int8]
+    """Place in SPLITS of the split that each row goes to [num_rows]."""
 
 
 class Encoder:
@@ -43,6 +50,12 @@ class Encoder:
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
         self.splitter = splitter
+
+    @property
+    def known_rows(self) -> dict[str, int]:
+        """Table rows of the sparse features without a vocabulary."""
+        cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_rows}
+        return {**cut, **self.hash_rows}
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
@@ -63,7 +76,25 @@ class Encoder:
                 if column.has_rows or column.name in self.hash_rows:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
-        return EncodedBlock(splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block)
+        return EncodedBlock(
+            splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block, split=split
+        )
+
+    def encode_split(self, block: Block, first_global_row: int, split: str, *, picks: bool) -> pa.RecordBatch:
+        """The rows of one split alone, as `encode` gives them; none where the block has none. `picks`: whether others
+        need not be parsed where they can be told before, as in blocks without bad rows. Raises MesetaError as `encode`
+        does."""
+        place = SPLITS.index(split)
+        if picks and (known := self.splitter.split_before_parsing(block, first_global_row)) is not None:
+            mask = known == place
+            if 0 < mask.sum() < PICKED_SHARE * mask.size:
+                raw_format = block.source.format
+                with suppress(MesetaError):  # which would not tell the row
+                    return self._record_batch(raw_format.parse(raw_format.picked(block, mask), self.layout))
+        rows = block.source.format.parse(block, self.layout)
+        mask = self.splitter.split_of(block, first_global_row, rows) == place
+        batch = self._record_batch(rows)
+        return batch if mask.all() else batch.filter(pa.array(mask))
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
         samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]

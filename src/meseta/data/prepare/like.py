@@ -17,8 +17,8 @@ from meseta.data.dataset.encoding import Encoding
 from meseta.data.dataset.statistics import WINDOW_SAMPLES
 from meseta.data.prepare.keep import keep_tables
 from meseta.data.prepare.new_rows import NewRows, Progress, Unseen
-from meseta.data.prepare.passes import find_teacher
 from meseta.data.prepare.record import files_of
+from meseta.data.prepare.sources import find_teacher
 from meseta.data.prepare.staging import staged_folder
 from meseta.data.prepare.write import PART_WINDOWS, ROW_GROUP_ROWS, part_writer
 from meseta.data.row_queue import RowQueue

@@ -12,15 +12,12 @@ import pyarrow as pa
 
 from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
 from meseta.data.dataset.touched import read_touched
-from meseta.data.dataset.vocabulary import load_vocabulary
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
 from meseta.data.formats.format import Block, read_blocks
 from meseta.data.formats.raw_columns import RawColumns
-from meseta.data.hash_categories import feature_seed
-from meseta.data.prepare.earlier import find_alike
-from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.earlier import encoders_of, find_alike
 from meseta.data.prepare.splitting import TEST, Splitter
-from meseta.data.prepare.write import Finisher, split_lists
+from meseta.data.prepare.write import split_lists
 from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
@@ -87,22 +84,8 @@ class NewRows:
         """
         self.sources, self.layout = find_alike(earlier, patterns)
         self._keys = RawColumns(self.sources, keys) if keys else None
-        hashed = {f.name: f.num_embeddings for f in earlier.sparse if f.encoding == "hash"}
-        seeds = {
-            f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, earlier.seed)
-            for f in earlier.sparse
-        }
-        self._encoder = Encoder(self.layout, Splitter(seed=earlier.seed), hash_seeds=seeds, hash_rows=hashed)
-        self._finisher = Finisher(
-            self.layout,
-            np.array([column.mean for column in earlier.dense]),
-            np.array([column.std for column in earlier.dense]),
-            {
-                f.name: load_vocabulary(earlier.dir, f, seeds[f.name])
-                for f in earlier.sparse
-                if f.encoding == "vocabulary"
-            },
-        )
+        self._encoder, self._finisher = encoders_of(earlier, self.layout, Splitter(seed=earlier.seed))
+        hashed = self._encoder.hash_rows
         self._touched = read_touched(earlier)
         looked_up = [column.name for column in self.layout.values]
         self._tellable = [name for name in looked_up if name not in hashed or name in self._touched]
@@ -128,6 +111,7 @@ class NewRows:
                 "time": layout.time,
                 "splits": {},
                 "teacher": None,
+                "recipe": None,
                 **dict.fromkeys(("test_fraction", "valid_fraction", "split_by", "test_from", "valid_from")),
                 "sources": tuple(
                     SourceFile(path=path, split="test", num_rows=number) for path, number in self.num_rows.items()

@@ -69,6 +69,8 @@ class PrepareOptions:
     """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
     max_bad_rows: int | float = 0.01
     """With 'skip', more of them stop the work: an int of rows, or a float, their share of all rows."""
+    recipe_only: bool = False
+    """Write no rows, but what they are made by as they are read from the sources, see meseta.data.recipe."""
     force: bool = False
     """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None

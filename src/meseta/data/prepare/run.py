@@ -21,13 +21,15 @@ from meseta.data.formats.values import seconds_of_texts
 from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import RawLayout
 from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.first_pass import Progress
 from meseta.data.prepare.options import PARTED, PrepareOptions
-from meseta.data.prepare.passes import Progress, TwoPasses, find_teacher
+from meseta.data.prepare.passes import TwoPasses
 from meseta.data.prepare.record import difference, load_record, record_of
-from meseta.data.prepare.sources import find_sources
+from meseta.data.prepare.sources import find_sources, find_teacher
 from meseta.data.prepare.splitting import SplitBy, Splitter
 from meseta.data.prepare.staging import Staging, staged_folder
 from meseta.data.prepare.survey import Survey, Surveyor
+from meseta.data.recipe.making import RecipeMaking
 from meseta.data.schema.find import find_layout
 from meseta.data.schema.schema import Schema
 from meseta.machine.processors import num_cores
@@ -50,7 +52,7 @@ def read_layout(options: PrepareOptions) -> RawLayout:
 def prepare(
     options: PrepareOptions, progress: Progress | None = None, on_layout: Callable[[RawLayout], None] | None = None
 ) -> Dataset:
-    """Write the dataset directory `options.out` and return its description.
+    """Write the dataset directory `options.out`, or with `options.recipe_only` its recipe; returns its description.
 
     `on_layout` is called with the layout before the work begins.
     The folder appears by one rename when everything is written; an error leaves nothing behind. What was interrupted or
@@ -90,7 +92,8 @@ def prepare(
                     hash_seeds={column.name: feature_seed(column.name, options.seed) for column in layout.sparse},
                     hash_rows=hash_rows,
                 )
-                dataset = TwoPasses(options, sources, encoder, staging, progress).run(pool, num_threads)
+                make = RecipeMaking if options.recipe_only else TwoPasses
+                dataset = make(options, sources, encoder, staging, progress).run(pool, num_threads)
             finally:
                 pool.shutdown(cancel_futures=True)
             dataset.save(staging.folder)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from meseta.data.dataset.dataset import SourceSplit
+from meseta.data.dataset.dataset import SourceSplit, TeacherMetrics
 from meseta.data.formats import registry
 from meseta.data.formats.format import FileHead, Source, named_errors
+from meseta.machine.files import parse_json
 from meseta.machine.remote import find, is_url, open_file, status
 from meseta.spec import MesetaError
 
@@ -46,6 +47,31 @@ def find_sources(
         shown = " and ".join(f"{path!r} is {raw_format.title}" for raw_format, path in formats.items())
         raise MesetaError(f"prepare: {shown}; give one kind at a time")
     return sources
+
+
+def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
+    """What the teacher.json beside synthetic sources says of the test split, or None where it does not cover it.
+
+    A test split of one whole file takes that file's figures; one drawn from all rows takes those of all files.
+    """
+    folders = {Path(source.path).parent for source in sources}
+    path = next(iter(folders)) / "teacher.json"  # no URL has one
+    if len(folders) != 1 or not path.exists():
+        return None
+    try:
+        document = parse_json(path.read_bytes())
+        test = [source for source in sources if source.split == "test"]
+        if test:
+            entry = document["files"].get(Path(test[0].path).name) if len(test) == 1 else None
+        else:
+            drawn_from = {Path(source.path).name for source in sources if source.split == "both"}
+            entry = document["all"] if drawn_from == set(document["files"]) else None
+        # Without positives, or negatives, the teacher has no AUC either.
+        return TeacherMetrics(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MesetaError(
+            f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"
+        ) from None
 
 
 def _expand(patterns: Sequence[str]) -> list[str]:

@@ -52,8 +52,12 @@ class Splitter:
         if self.by == "group":
             assert rows.group is not None
             return self._by_word(random_words(rows.group, self.seed, _GROUPS))
-        numbers = np.arange(first_global_row, first_global_row + block.num_rows)
-        return self._by_word(random_words(numbers, self.seed))
+        return self._by_number(block, first_global_row)
+
+    def split_before_parsing(self, block: Block, first_global_row: int) -> NDArray[np.int8] | None:
+        """The same where the numbers of rows tell it alone; None elsewhere."""
+        is_drawn = block.source.split == "both" and self.by is None
+        return self._by_number(block, first_global_row) if is_drawn else None
 
     def check_order(self) -> None:
         """Raise MesetaError where the valid split begins no sooner than the test split."""
@@ -70,6 +74,10 @@ class Splitter:
         if self.test_from is not None:
             splits[time >= self.test_from] = TEST
         return splits
+
+    def _by_number(self, block: Block, first_global_row: int) -> NDArray[np.int8]:
+        numbers = np.arange(first_global_row, first_global_row + block.num_rows)
+        return self._by_word(random_words(numbers, self.seed))
 
     def _by_word(self, words: NDArray[np.uint64]) -> NDArray[np.int8]:
         """The least words are for testing and those above them for validation, so that the rows for testing are the

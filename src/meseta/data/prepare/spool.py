@@ -1,34 +1,32 @@
-"""Encoded rows between the two passes: an Arrow stream per split, cut into windows of equal size."""
+"""Encoded rows after the first pass: what is told of a split, and an Arrow stream of it, by windows of equal size."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from meseta.data.dataset.dataset import DataFile, Split
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, Moments
 from meseta.data.row_queue import RowQueue
 
 
-class Spool:
-    """Takes record batches of any size, in order, and writes windows of exactly 65,536 rows (the last may be shorter).
+class SplitTally:
+    """Takes record batches of any size, in order, and adds up windows of exactly 65,536 rows (the last may be shorter).
 
     So everything computed per window depends on the rows alone, not on how the sources were cut into blocks.
     """
 
     def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
+        """`path`: a name for files in a folder for such; rows short of a window go beside it."""
         self._path = path
         self._labels = labels
         self._dense = dense
         self._pending = RowQueue()
-        self._sink: pa.NativeFile | None = None
-        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
-        self._spans: list[tuple[int, int]] = []
-        """Where each window begins and ends in the file."""
         self._saved: list[Path] = []
         self.num_rows = 0
         self.positives = dict.fromkeys(labels, 0.0)
@@ -39,26 +37,24 @@ class Spool:
     def num_windows(self) -> int:
         return -(-self.num_rows // WINDOW_SAMPLES)
 
+    def split(self, files: Sequence[DataFile]) -> Split:
+        """The description of a split with these rows."""
+        return Split(
+            num_rows=self.num_rows,
+            num_positives=next(iter(self.positives.values())),
+            positives=self.positives if len(self.positives) > 1 else {},
+            files=tuple(files),
+        )
+
     def add(self, batch: pa.RecordBatch) -> None:
         self._pending.add(batch)
         while self._pending.num_rows >= WINDOW_SAMPLES:
-            self._write(WINDOW_SAMPLES)
+            self._take(WINDOW_SAMPLES)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Add up what is left."""
         if self._pending.num_rows:
-            self._write(self._pending.num_rows)
-        if self._writer is not None and self._sink is not None:
-            self._writer.close()
-            self._sink.close()
-
-    def windows(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Windows first..stop-1, read into fresh memory one by one: a mapped file would count as ours."""
-        with pa.OSFile(str(self._path), "rb") as file:
-            schema = pa.ipc.read_schema(file)
-            for start, end in self._spans[first:stop]:
-                file.seek(start)
-                yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
+            self._take(self._pending.num_rows)
 
     def get_state(self) -> dict[str, Any]:
         """Plain data with which `set_state` of another one takes up this file; rows short of a window go beside it."""
@@ -75,7 +71,6 @@ class Spool:
         while len(self._saved) > 2:  # the last state but one is no longer spoken of
             self._saved.pop(0).unlink(missing_ok=True)
         return {
-            "spans": self._spans,
             "pending": pending,
             "num_rows": self.num_rows,
             "positives": self.positives,
@@ -83,20 +78,64 @@ class Spool:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave; what was written to the file since is dropped."""
-        self._spans = [(start, end) for start, end in state["spans"]]
+        """Go on from what `get_state` gave."""
         self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
         self.moments.set_state(state["moments"])
-        if self._path.exists():
-            os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
         if state["pending"]:
             path = self._path.with_name(state["pending"])
             with pa.OSFile(str(path), "rb") as file:
                 self._pending = RowQueue(pa.ipc.open_stream(file).read_all().to_batches())
             self._saved = [path]
 
-    def _write(self, num_rows: int) -> None:
+    def _take(self, num_rows: int) -> None:
         window = self._pending.take(num_rows).combine_chunks().to_batches()[0]
+        self._keep(window)
+        self.num_rows += num_rows
+        for label in self._labels:
+            self.positives[label] += float(window.column(label).to_numpy().sum(dtype=np.float64))
+        self.moments.add([window.column(name).to_numpy() for name in self._dense])
+
+    def _keep(self, window: pa.RecordBatch) -> None:
+        """What else is to be done with a window."""
+
+
+class Spool(SplitTally):
+    """Writes the windows to a file, too, from which they can be read again."""
+
+    def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
+        super().__init__(path, dense, labels)
+        self._sink: pa.NativeFile | None = None
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+        self._spans: list[tuple[int, int]] = []
+        """Where each window begins and ends in the file."""
+
+    def close(self) -> None:
+        """Write what is left."""
+        super().close()
+        if self._writer is not None and self._sink is not None:
+            self._writer.close()
+            self._sink.close()
+
+    def windows(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Windows first..stop-1, read into fresh memory one by one: a mapped file would count as ours."""
+        with pa.OSFile(str(self._path), "rb") as file:
+            schema = pa.ipc.read_schema(file)
+            for start, end in self._spans[first:stop]:
+                file.seek(start)
+                yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
+
+    def get_state(self) -> dict[str, Any]:
+        """With where the windows lie."""
+        return {"spans": self._spans, **super().get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave; what was written to the file since is dropped."""
+        super().set_state(state)
+        self._spans = [(start, end) for start, end in state["spans"]]
+        if self._path.exists():
+            os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
+
+    def _keep(self, window: pa.RecordBatch) -> None:
         if self._writer is None:
             self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
             self._writer = pa.ipc.new_stream(self._sink, window.schema)
@@ -106,7 +145,3 @@ class Spool:
         start = self._sink.tell()
         self._writer.write_batch(window)
         self._spans.append((start, self._sink.tell()))
-        self.num_rows += num_rows
-        for label in self._labels:
-            self.positives[label] += float(window.column(label).to_numpy().sum(dtype=np.float64))
-        self.moments.add([window.column(name).to_numpy() for name in self._dense])

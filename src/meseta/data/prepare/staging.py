@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from meseta.machine.system import boot_id
 from meseta.spec import MesetaError
 
 JOURNAL = "meseta-prepare-unfinished.json"
+COMMIT_S = 20.0
+"""Seconds between two entries of the journal: what a kill costs, about."""
 
 
 class Staging:
@@ -32,6 +35,7 @@ class Staging:
         self._key = plain_data({**key, "boot": boot_id()})
         self.state: dict[str, Any] = self._load()
         """What was committed last, by this process or the one that was cut off; empty: nothing."""
+        self._committed_s = time.monotonic()
 
     def _load(self) -> dict[str, Any]:
         try:
@@ -46,6 +50,12 @@ class Staging:
         temporary.write_text(json.dumps({"key": self._key, "state": state}))
         move(temporary, self.folder / JOURNAL)
         self.state = dict(state)
+        self._committed_s = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what was done since the last commit is worth another one."""
+        return time.monotonic() - self._committed_s >= COMMIT_S
 
     @property
     def is_complete(self) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from meseta.data.formats.bad_rows import parse_good_rows
 from meseta.data.formats.format import Block, OnRows, Source, read_blocks
 from meseta.data.layout import RawLayout
-from meseta.data.prepare.order_statistics import count_numbers, order_statistics
+from meseta.data.order_statistics import count_numbers, order_statistics
 from meseta.data.prepare.splitting import TRAIN, Splitter
 from meseta.data.raw_rows import RawRows
 from meseta.data.workers import in_order

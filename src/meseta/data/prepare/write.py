@@ -84,13 +84,7 @@ class SplitWriter:
         for file in pool.map(self._write_part, starts[len(self.files) :]):
             self.files.append(file)
             on_part()
-        positives = self.spool.positives
-        return Split(
-            num_rows=self.spool.num_rows,
-            num_positives=next(iter(positives.values())),
-            positives=positives if len(positives) > 1 else {},
-            files=tuple(self.files),
-        )
+        return self.spool.split(self.files)
 
     def _count_part(self, file: DataFile) -> None:
         """The statistics of a part that an earlier process has written."""

@@ -25,7 +25,9 @@ class KeyColumns:
 
     def __init__(self, dataset: Dataset, split: str, names: Sequence[str]) -> None:
         """Opens the footer of every file. Raises MesetaError for a column that a file lacks, or that has types without
-        a common one, and for a damaged file."""
+        a common one, for a damaged file, and for a recipe."""
+        if names:
+            dataset.check_files("a prediction with keys")
         self._paths = [dataset.place(file.path) for file in dataset.split(split).files]
         self._names = list(names)
         schemas = []

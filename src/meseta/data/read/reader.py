@@ -8,10 +8,10 @@ from pathlib import Path
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
 from meseta.data.read.cut import EpochRows
-from meseta.data.read.decode import SplitFiles
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
 from meseta.data.read.selection import Selection
+from meseta.data.read.split import rows_of_split
 
 
 class Reader(BatchReader):
@@ -23,7 +23,8 @@ class Reader(BatchReader):
     def __init__(
         self, dataset: Dataset | str | Path, split: str, options: ReaderOptions, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Opens every file's footer, and reads the columns that a filter or negative_keep look at, to count rows.
+        """Opens every file's footer, and reads the columns that a filter or negative_keep look at, to count rows; of a
+        recipe, makes all rows for that.
 
         Raises MesetaError for a bad rank, for a filter that does not fit the data, and for a file that is missing,
         damaged or not what dataset.json says.
@@ -31,7 +32,7 @@ class Reader(BatchReader):
         check_rank(rank, num_ranks)
         dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
         selection = Selection(dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed)
-        self._files = SplitFiles(dataset, split, selection)
+        self._files = rows_of_split(dataset, split, selection, shuffles=options.shuffle)
         super().__init__(
             dataset,
             split,

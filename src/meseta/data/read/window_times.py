@@ -24,6 +24,11 @@ class WindowTimes:
         """Of all that was done."""
         return self.storage_s + self.decode_s + self.transform_s
 
+    def add_making(self, seconds: float, read_share: float) -> None:
+        """Rows were made of raw ones, on several threads that waited for bytes in this share of their time."""
+        self.storage_s += seconds * read_share
+        self.transform_s += seconds * (1.0 - read_share)
+
     def add_storage(self, seconds: float) -> None:
         """Bytes of a file were waited for."""
         self.storage_s += seconds

@@ -1,0 +1,236 @@
+"""The first pass of `meseta prepare`: blocks of raw files to encoded rows of splits; it goes on where it was killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from meseta.data.dataset.dataset import Dataset, SourceFile, Split
+from meseta.data.dataset.features import Tables, describe_dense, describe_sparse, source_form
+from meseta.data.dataset.statistics import FeatureStatistics
+from meseta.data.dataset.vocabulary import VocabularyCounter
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
+from meseta.data.prepare.encode import EncodedBlock, Encoder
+from meseta.data.prepare.options import PrepareOptions
+from meseta.data.prepare.sources import find_teacher
+from meseta.data.prepare.spool import SplitTally
+from meseta.data.prepare.staging import Staging
+from meseta.data.workers import in_order
+from meseta.spec import MesetaError
+
+Progress = Callable[[str, int, float], None]
+"""Called with the stage ('scan', 'read', 'write' or 'count'), its rows so far, and how much of it is done, 0 to 1.
+
+Only libsvm and libffm are scanned, for their fields and weights, and files that are split by time or have quantiles.
+What is read is then written, or with a recipe alone counted, where features have vocabularies."""
+
+_VOCABULARY_BUDGET_BYTES = 384 << 20
+
+
+@dataclass(frozen=True)
+class ReadSoFar:
+    """How far the first pass has come."""
+
+    source: int
+    """Number of the file at hand; that of files, at the end."""
+    num_rows: int
+    """Rows of all files so far."""
+    place: FilePosition
+    """Where the next row of that file begins."""
+    position_bytes: int
+    """How far the stored file has been read."""
+
+
+@runtime_checkable
+class BlockObserver(Protocol):
+    """What is told of every block beside its rows."""
+
+    def add(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
+        """One more block of the source of this number, in order, and what was made of it."""
+
+    def get_state(self) -> Any:
+        """Plain data; `set_state` of another one takes it up."""
+
+    def set_state(self, state: Any) -> None:
+        """Go on from what `get_state` gave."""
+
+
+class FirstPass:
+    """Reads all sources once: rows go to the tallies of their splits, values to the counters of vocabularies."""
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        sources: tuple[Source, ...],
+        encoder: Encoder,
+        staging: Staging,
+        progress: Progress,
+        tallies: Mapping[str, SplitTally],
+        observer: BlockObserver | None = None,
+    ) -> None:
+        """`tallies`: one for each split of the options."""
+        self.options = options
+        self.sources = sources
+        self.encoder = encoder
+        self.layout = encoder.layout
+        self.staging = staging
+        self.progress = progress
+        self.tallies = tallies
+        self.observer = observer
+        self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
+        self.bad_rows = BadRowCounter(options.max_bad_rows)
+        self.not_finite: Counter[str] = Counter()
+        budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
+        self.counters = {
+            column.name: VocabularyCounter(column.name, staging.scratch, budget)
+            for column in self.layout.values
+            if column.name not in encoder.hash_rows
+        }
+
+    def read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
+        """Workers encode blocks, this thread reads ahead of them and takes their results in order.
+
+        Raises MesetaError for a row that cannot be parsed, for too many of them, and for a split that stays empty."""
+        at = self._resume()
+        total_bytes = sum(source.size_bytes for source in self.sources)
+        done_bytes = sum(source.size_bytes for source in self.sources[: at.source])
+        self.progress("read", at.num_rows, (done_bytes + at.position_bytes) / total_bytes)
+        for index, block, parts in in_order(pool, self._jobs(at), num_threads + 1):
+            self._take(index, block, parts)
+            at = ReadSoFar(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
+            self.bad_rows.add(parts)
+            done_bytes = sum(source.size_bytes for source in self.sources[:index])
+            self.progress("read", at.num_rows, (done_bytes + block.position_bytes) / total_bytes)
+            if self.staging.is_due:
+                self._commit(at)
+        self.bad_rows.check()
+        for tally in self.tallies.values():
+            tally.close()
+        self._check_splits(at.num_rows)
+        if at.source < len(self.sources):
+            self._commit(replace(at, source=len(self.sources), place=FilePosition(), position_bytes=0))
+
+    def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> Tables:
+        """Tables of all features once all is read, whose vocabularies are written to `folder`; with these statistics,
+        and empty ones of the other features."""
+        vocabularies = {
+            name: counter.finish(folder, self.options.min_count, self.encoder.hash_seeds[name])
+            for name, counter in self.counters.items()
+        }
+        num_rows = {**self.encoder.known_rows, **{name: v.num_embeddings for name, v in vocabularies.items()}}
+        return Tables(
+            num_embeddings=num_rows,
+            hash_seeds=self.encoder.hash_seeds,
+            vocabularies=vocabularies,
+            statistics={
+                c.name: statistics.get(c.name) or FeatureStatistics(num_rows[c.name]) for c in self.layout.sparse
+            },
+        )
+
+    def describe(
+        self, tables: Tables, splits: dict[str, Split], touched: str | None, recipe: str | None = None
+    ) -> Dataset:
+        """The description of the dataset; `touched` and `recipe` as there."""
+        options, layout, splitter = self.options, self.layout, self.encoder.splitter
+        return Dataset(
+            labels=layout.label_columns,
+            label_source=layout.labels[0] if len(layout.labels) == 1 else None,
+            weight=layout.weight,
+            group=layout.group_column,
+            time=layout.time,
+            dense=describe_dense(layout, self.tallies["train"].moments),
+            sparse=describe_sparse(layout, tables),
+            splits=splits,
+            teacher=find_teacher(self.sources),
+            seed=options.seed,
+            test_fraction=options.share_of("test"),
+            valid_fraction=options.share_of("valid"),
+            split_by=splitter.by,
+            test_from=splitter.test_from,
+            valid_from=splitter.valid_from,
+            sources=tuple(
+                SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
+            ),
+            not_finite=dict(+self.not_finite),
+            bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
+            source_form=source_form(layout, self.sources[0].format),
+            touched=touched,
+            recipe=recipe,
+        )
+
+    def _take(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
+        """Take what was made of one block."""
+        for encoded in parts.results:
+            for name, batch in encoded.splits.items():
+                self.tallies[name].add(batch)
+                self.rows_of_source[block.source.path] += batch.num_rows
+            for name, counted in encoded.counted.items():
+                self.counters[name].add(counted)
+            self.not_finite.update(dict(zip(self.layout.dense, encoded.num_not_finite, strict=False)))
+        if self.observer is not None:
+            self.observer.add(source, block, parts)
+
+    def _check_splits(self, num_rows: int) -> None:
+        """Raise MesetaError where a split that training or choosing needs has no row."""
+        if not self.tallies["train"].num_rows:
+            change = {"fraction": "lower", "after": "give a later", "files": "give fewer"}
+            rules = [(split, self.options.rule_of(split)) for split in self.options.splits if split != "train"]
+            ways_out = " or ".join(f"{change[rule]} --{split}-{rule}" for split, rule in rules if rule)
+            raise MesetaError(f"prepare: none of {num_rows} rows is left for training; {ways_out}")
+        if "valid" in self.tallies and not self.tallies["valid"].num_rows:
+            change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}
+            rule = self.options.rule_of("valid") or "fraction"
+            raise MesetaError(
+                f"prepare: none of {num_rows} rows falls to the valid split; {change[rule]} --valid-{rule}, or go "
+                "without it: --valid-fraction 0"
+            )
+
+    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedBlock]]]]:
+        """Each gives the number of its source and the block beside what was made of it."""
+        first_row = at.num_rows
+        for index, source in enumerate(self.sources[at.source :], at.source):
+            for block in read_blocks(source, self.layout.columns, at.place if index == at.source else None):
+                yield lambda index=index, block=block, row=first_row: (index, block, self._encode(block, row))  # type: ignore[misc]
+                first_row += block.num_rows
+
+    def _encode(self, block: Block, first_global_row: int) -> ParsedRows[EncodedBlock]:
+        rows_before = first_global_row - block.first_row
+        if self.options.bad_rows == "skip":
+            return parse_good_rows(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
+        try:
+            return ParsedRows([self.encoder.encode(block, first_global_row)], block.num_rows)
+        except MesetaError as error:
+            raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
+
+    def _resume(self) -> ReadSoFar:
+        """Take up what was committed."""
+        state = self.staging.state.get("read")
+        if state is None:
+            return ReadSoFar(0, 0, FilePosition(), 0)
+        for name, tally in self.tallies.items():
+            tally.set_state(state["tallies"][name])
+        for name, counter in self.counters.items():
+            counter.set_state(state["counters"][name])
+        self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
+        self.bad_rows.set_state(state["bad_rows"])
+        self.not_finite.update(state["not_finite"])
+        if self.observer is not None:
+            self.observer.set_state(state["observer"])
+        return ReadSoFar(state["source"], state["num_rows"], FilePosition(**state["place"]), state["position_bytes"])
+
+    def _commit(self, at: ReadSoFar) -> None:
+        state = {
+            **asdict(at),
+            "tallies": {name: tally.get_state() for name, tally in self.tallies.items()},
+            "counters": {name: counter.get_state() for name, counter in self.counters.items()},
+            "rows_of_source": list(self.rows_of_source.values()),
+            "bad_rows": self.bad_rows.get_state(),
+            "not_finite": dict(self.not_finite),
+            "observer": None if self.observer is None else self.observer.get_state(),
+        }
+        self.staging.commit({**self.staging.state, "read": state})

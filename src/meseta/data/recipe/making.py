@@ -1,0 +1,195 @@
+"""`meseta prepare --recipe-only`: all that the first pass finds out, and where rows begin; no row goes to the disk.
+
+Features whose rows are known at once are counted on the way. Those with vocabularies are when these are complete: the
+training rows are then made once more, through the recipe itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.features import Tables
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
+from meseta.data.dataset.touched import write_touched
+from meseta.data.formats.format import Source
+from meseta.data.prepare.earlier import layout_of_dataset
+from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.first_pass import FirstPass, Progress
+from meseta.data.prepare.options import PrepareOptions
+from meseta.data.prepare.spool import SplitTally
+from meseta.data.prepare.staging import Staging
+from meseta.data.prepare.write import ROW_GROUP_ROWS, Finisher, split_lists
+from meseta.data.recipe.index import SourceIndex
+from meseta.data.recipe.indexing import IndexWriter
+from meseta.data.recipe.made_rows import RowMaker, splitter_of
+from meseta.data.recipe.recipe import Recipe, recipe_sources
+from meseta.spec import MesetaError
+
+
+class StatisticsFiles:
+    """What was counted of features so far, in files of a folder, of which a journal speaks."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._folder, self._stem = folder, stem
+        self._saved: list[Path] = []
+
+    def save(self, statistics: Mapping[str, FeatureStatistics], num_windows: int) -> str:
+        """Write a file, named by what was counted, and return its name; the last but one is removed."""
+        path = self._folder / f"{self._stem}-{num_windows}.arrow"
+        states = [one.get_state() for one in statistics.values()]
+        numbers = pa.array([numbers for numbers, _ in states], pa.list_(pa.int64()))
+        seen = pa.array([seen for _, seen in states], pa.large_binary())
+        batch = pa.record_batch({"numbers": numbers, "seen": seen})
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        if path not in self._saved:
+            self._saved.append(path)
+        while len(self._saved) > 2:
+            self._saved.pop(0).unlink(missing_ok=True)
+        return path.name
+
+    def load(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> None:
+        """Go on from a file that `save` wrote, of the same features in the same order."""
+        self._saved = [self._folder / name]
+        with pa.OSFile(str(self._folder / name), "rb") as file:
+            batch = pa.ipc.open_stream(file).read_next_batch()
+        for one, numbers, seen in zip(statistics.values(), batch["numbers"], batch["seen"], strict=True):
+            one.set_state(numbers.as_py(), seen.as_py())
+
+
+class TrainingTally(SplitTally):
+    """Counts the features whose rows are known, too."""
+
+    def __init__(
+        self,
+        path: Path,
+        dense: tuple[str, ...],
+        labels: tuple[str, ...],
+        statistics: Mapping[str, FeatureStatistics],
+    ) -> None:
+        super().__init__(path, dense, labels)
+        self._statistics = statistics
+        self._files = StatisticsFiles(path.parent, "statistics")
+
+    def get_state(self) -> dict[str, Any]:
+        """With the name of a file that has the statistics."""
+        return {**super().get_state(), "statistics": self._files.save(self._statistics, self.num_windows)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        super().set_state(state)
+        self._files.load(state["statistics"], self._statistics)
+
+    def _keep(self, window: pa.RecordBatch) -> None:
+        count_window(self._statistics, [window])
+
+
+def count_window(statistics: Mapping[str, FeatureStatistics], batches: list[pa.RecordBatch]) -> None:
+    """Add the rows of one window to the statistics of some features."""
+    num_rows = sum(batch.num_rows for batch in batches)
+    assert num_rows <= WINDOW_SAMPLES
+    for name, one in statistics.items():
+        one.add_window(np.concatenate([split_lists(batch.column(name))[0] for batch in batches]), num_rows)
+
+
+class RecipeMaking:
+    """One call of `prepare` that makes a recipe."""
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        sources: tuple[Source, ...],
+        encoder: Encoder,
+        staging: Staging,
+        progress: Progress,
+    ) -> None:
+        layout, scratch = encoder.layout, staging.scratch
+        self.options, self.sources, self.encoder = options, sources, encoder
+        self.staging, self.progress = staging, progress
+        self.known = {name: FeatureStatistics(num_rows) for name, num_rows in encoder.known_rows.items()}
+        self.training = TrainingTally(scratch / "train.arrow", layout.dense, layout.label_columns, self.known)
+        self.tallies: dict[str, SplitTally] = {
+            name: SplitTally(scratch / f"{name}.arrow", layout.dense, layout.label_columns) for name in options.splits
+        }
+        self.tallies["train"] = self.training
+        self.index = IndexWriter(scratch, options.splits, ROW_GROUP_ROWS)
+        self.first_pass = FirstPass(options, sources, encoder, staging, progress, self.tallies, self.index)
+
+    def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
+        """Everything but dataset.json itself."""
+        folder = self.staging.folder
+        self.first_pass.read(pool, num_threads)
+        tables = self.first_pass.tables(folder, self.known)
+        blocks, groups = self.index.finish(folder)
+        recipe = Recipe(
+            sources=recipe_sources(self.sources),
+            skips_bad_rows=self.options.bad_rows == "skip",
+            group_rows=ROW_GROUP_ROWS,
+            splits=self.options.splits,
+            blocks=blocks,
+            groups=groups,
+        )
+        digest = recipe.save(folder)
+        splits = {name: tally.split(()) for name, tally in self.tallies.items()}
+        touched = {name: self.known[name].bits() for name in self.encoder.hash_rows}
+        touched_name = write_touched(folder, touched)
+        uncounted = self.first_pass.describe(tables, splits, touched_name, digest)
+        dataset = uncounted.model_copy(update={"dir": folder})
+        self._check_told(dataset)
+        self._count(dataset, recipe, tables, num_threads)
+        return self.first_pass.describe(tables, splits, touched_name, digest)
+
+    def _check_told(self, dataset: Dataset) -> None:
+        """Whether dataset.json tells all that the rows are made by."""
+        if layout_of_dataset(dataset) != self.encoder.layout or splitter_of(dataset) != self.encoder.splitter:
+            raise MesetaError("prepare: no recipe can tell of these columns yet; prepare them without --recipe-only")
+
+    def _count(self, dataset: Dataset, recipe: Recipe, tables: Tables, num_threads: int) -> None:
+        """The statistics of features with vocabularies."""
+        statistics = {name: tables.statistics[name] for name in tables.vocabularies}
+        if not statistics:
+            return
+        finisher = Finisher(
+            self.encoder.layout, self.training.moments.mean, self.training.moments.std, tables.vocabularies
+        )
+        maker = RowMaker(
+            recipe.sources_of(dataset),
+            SourceIndex.load(recipe, dataset),
+            self.encoder,
+            finisher,
+            skips_bad_rows=recipe.skips_bad_rows,
+            num_threads=num_threads,
+        )
+        files = StatisticsFiles(self.staging.scratch, "counted")
+        num_rows, done = self.training.num_rows, self.staging.state.get("count", {"num_windows": 0})
+        if done["num_windows"]:
+            files.load(done["file"], statistics)
+        first = done["num_windows"]
+        for number, window in enumerate(_windows(maker, recipe, first), first + 1):
+            count_window(statistics, window)
+            so_far = min(number * WINDOW_SAMPLES, num_rows)
+            self.progress("count", so_far, so_far / num_rows)
+            if self.staging.is_due:
+                state = {"num_windows": number, "file": files.save(statistics, number)}
+                self.staging.commit({**self.staging.state, "count": state})
+
+
+def _windows(maker: RowMaker, recipe: Recipe, first: int) -> Iterator[list[pa.RecordBatch]]:
+    """The training rows from window `first` on, window by window of 65,536."""
+    of_window = WINDOW_SAMPLES // recipe.group_rows
+    groups = range(first * of_window, len(maker.group_rows("train")))
+    batches: list[pa.RecordBatch] = []
+    for group, table in zip(groups, maker.groups("train", groups), strict=True):
+        batches += table.to_batches()
+        if (group + 1) % of_window == 0:
+            yield batches
+            batches = []
+    if batches:
+        yield batches

@@ -1,0 +1,143 @@
+"""recipe.json beside dataset.json: from which files, and how, the rows of a dataset are made as they are read.
+
+What the values become is told by dataset.json alone; here stand the files, and what the index of their rows must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from meseta.data.dataset.dataset import SPLITS, Count, Dataset, InnerPath, Record, Sign, SourceSplit
+from meseta.data.dataset.statistics import WINDOW_SAMPLES
+from meseta.data.formats.format import Source
+from meseta.data.formats.registry import format_of
+from meseta.errors import shown
+from meseta.machine.files import inside, parse_json, read_bounded
+from meseta.machine.remote import is_url
+from meseta.spec import MesetaError
+
+FORMAT: Literal["meseta.recipe/1"] = "meseta.recipe/1"
+RECIPE_NAME = "recipe.json"
+WAY_OUT = "make it anew with `meseta prepare --recipe-only`"
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def _check_split(name: str) -> str:
+    if name not in SPLITS:
+        raise ValueError(f"{shown(name)} is no split")
+    return name
+
+
+class RecipeSource(Record):
+    """One raw file as it was when the recipe was made."""
+
+    path: str
+    """An absolute path on this machine, or a URL."""
+    split: SourceSplit
+    """Where its rows go."""
+    size_bytes: Count
+    """As stored."""
+    changed: str
+    """When it was written last, as its file system tells."""
+    delimiter: Sign
+    """What separates the fields of a line, where the format leaves that open."""
+    header: tuple[str, ...]
+    """Names of its columns, where it could begin with them and does not."""
+    can_enter: bool
+    """Whether rows in its middle can be read without those before them."""
+
+
+class IndexFile(Record):
+    """A Parquet file of the index."""
+
+    path: InnerPath
+    """Relative to the dataset."""
+    sha256: Digest
+    """Of its bytes."""
+
+
+class Recipe(Record):
+    """The files of a dataset whose rows are made as they are read."""
+
+    format: Literal["meseta.recipe/1"] = FORMAT
+    sources: tuple[RecipeSource, ...] = Field(min_length=1)
+    """In the order in which their rows come."""
+    skips_bad_rows: bool
+    """Whether a row that cannot be parsed is left out, and otherwise an error."""
+    group_rows: int = Field(ge=1, le=WINDOW_SAMPLES)
+    """Rows of a row group, but for the last one of a split."""
+    splits: tuple[Annotated[str, AfterValidator(_check_split)], ...] = Field(min_length=1)
+    """Those that the index tells of."""
+    blocks: IndexFile
+    """Where the blocks of the files begin, see meseta.data.recipe.index."""
+    groups: IndexFile
+    """Where the row groups of the splits begin."""
+
+    def sources_of(self, dataset: Dataset) -> tuple[Source, ...]:
+        """The files as the formats want them."""
+        assert dataset.source_form is not None
+        raw_format = format_of(dataset.source_form.kind)
+        return tuple(
+            Source(
+                path=source.path,
+                split=source.split,
+                format=raw_format,
+                size_bytes=source.size_bytes,
+                changed=source.changed,
+                delimiter=source.delimiter,
+                header=source.header,
+            )
+            for source in self.sources
+        )
+
+    def save(self, folder: Path) -> str:
+        """Write `folder`/recipe.json; returns what dataset.json has to say of it."""
+        content = (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
+        (folder / RECIPE_NAME).write_bytes(content)
+        return sha256(content).hexdigest()
+
+    @staticmethod
+    def load(dataset: Dataset) -> Recipe:
+        """That of a dataset. Raises MesetaError where it is missing, or not the one that dataset.json speaks of."""
+        where = f"recipe {str(dataset.dir / RECIPE_NAME)!r}"
+        try:
+            content = read_bounded(inside(dataset.dir, RECIPE_NAME))
+        except OSError as error:
+            raise MesetaError(f"{where} cannot be read ({error.strerror}); {WAY_OUT}") from None
+        if sha256(content).hexdigest() != dataset.recipe:
+            raise MesetaError(f"{where} is not the one that dataset.json was written with; {WAY_OUT}")
+        try:
+            document: Any = parse_json(content)
+            recipe = Recipe.model_validate_json(json.dumps(document), strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise MesetaError(f"{where}: {shown(key)}: {problem['msg']}; {WAY_OUT}") from None
+        except ValueError as error:
+            raise MesetaError(f"{where} is not JSON: {error}; {WAY_OUT}") from None
+        if dataset.source_form is None or set(recipe.splits) != set(dataset.splits):
+            raise MesetaError(f"{where} tells of other splits than dataset.json; {WAY_OUT}")
+        return recipe
+
+
+def recipe_sources(sources: Sequence[Source]) -> tuple[RecipeSource, ...]:
+    """The files as a recipe names them. Raises MesetaError for one that cannot be read any more."""
+    return tuple(
+        RecipeSource(
+            path=source.path if is_url(source.path) else os.path.abspath(source.path),
+            split=source.split,
+            size_bytes=source.size_bytes,
+            changed=source.changed,
+            delimiter=source.delimiter,
+            header=source.header,
+            can_enter=source.format.can_enter(source),
+        )
+        for source in sources
+    )
