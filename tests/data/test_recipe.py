@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from data.click_log import make_lines, write_tsv
 from data.recipe_cases import CASES, asked, batches, both, described, make_small
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
+from meseta.data.formats.format import Block
 from meseta.data.prepare import prepare
+from meseta.data.read.recipe_rows import RecipeRows
+from meseta.data.read.selection import Selection
+from meseta.data.read.window_times import WindowTimes
+from meseta.data.recipe.cursors import Cursors
+from meseta.data.recipe.index import Stretch
 from meseta.data.synth import SynthOptions, write_click_log
 from meseta.spec import MesetaError
 from small_run import REAL_ROWS
@@ -164,3 +171,22 @@ def test_like_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert likes[1].recipe is None
     assert batches(likes[0], "test") == batches(likes[1], "test")
+
+
+def test_what_making_rows_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for files, and making rows of them, held against a stopwatch; nothing is decoding."""
+    make_small(monkeypatch)
+    _, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {}))
+    rows = RecipeRows(recipe, "train", Selection(recipe, condition=None, negative_keep=1.0, seed=0), shuffles=True)
+    read, times = Cursors.read, WindowTimes()
+
+    def slow(self: Cursors, stretch: Stretch) -> Block:
+        time.sleep(0.05)
+        return read(self, stretch)
+
+    monkeypatch.setattr(Cursors, "read", slow)
+    begin_s = time.perf_counter()
+    rows.read(range(len(rows.group_rows)), by_row=True, times=times)
+    passed_s = time.perf_counter() - begin_s
+    assert 0 < times.transform_s < times.storage_s and times.decode_s == 0
+    assert times.total_s == pytest.approx(passed_s, rel=0.2)
