@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.cut import BatchCut
+from meseta.data.read.order import epoch_order
 from meseta.data.read.served.reader import ServedReader
+from meseta.readers.reading import ReadServer
 from readers.tier import Tier, digest, running
 
 
@@ -98,3 +101,36 @@ def test_a_run_may_change_between_files_and_readers_in_the_middle(tier: Tier, ja
     fourth.set_state(state)
     assert list(map(digest, third.epochs(2))) == list(map(digest, fourth.epochs(2)))
     assert NUM_ROWS > 4 * 60
+
+
+def test_windows_of_the_next_epoch_are_asked_for_before_it_begins(jagged: Dataset) -> None:
+    """So that no epoch begins with a wait; and none is asked for that will not be read."""
+    options = ReaderOptions(batch_size=50, shuffle=True, window_rows=100, prefetch_batches=0)
+    local = Reader(jagged, "train", options)
+    num_windows = [len(epoch_order(local._files.group_rows, options, epoch)) for epoch in range(2)]
+    with running({"click": jagged.dir}, 2) as tier:
+        reader = ServedReader(tier.service, "train", options)
+        batches = reader.epochs(2)
+        for _ in range(reader.num_batches - 1):
+            next(batches)
+        deadline_s = time.monotonic() + 10
+        while decoded(tier) <= num_windows[0]:
+            assert time.monotonic() < deadline_s, "nothing of the next epoch is made"
+            time.sleep(0.01)
+        assert sum(1 for _ in batches) == reader.num_batches + 1
+        assert decoded(tier) == sum(num_windows)
+        abandoned = ServedReader(tier.service, "train", options).epochs(9)
+        for _ in range(reader.num_batches):
+            next(abandoned)
+        abandoned.close()
+        while any(server._reader.windows._held and busy(server) for server in tier.readers):
+            assert time.monotonic() < deadline_s + 10, "a reader goes on sending to nobody"
+            time.sleep(0.01)
+
+
+def decoded(tier: Tier) -> int:
+    return sum(server._reader.windows.num_decoded for server in tier.readers)
+
+
+def busy(server: ReadServer) -> bool:
+    return any(held.num_streams for held in list(server._reader.windows._held.values()))

@@ -184,11 +184,19 @@ def seen(scale: ReaderScale, clock: Clock, seconds: float, num_readers: int, *sh
     return wanted
 
 
-def test_waiting_that_is_not_for_readers_adds_none() -> None:
+def test_readers_that_bring_nothing_go_again() -> None:
+    """A disk that all of them read: it is tried every five minutes."""
     clock = Clock()
-    scale = ReaderScale(2, 9, clock)
-    assert seen(scale, clock, 300, 2, 0.5, busy=0.7) == 2
-    assert seen(scale, clock, 300, 2, 0.5, busy=1.9) == 5
+    scale = ReaderScale(1, 99, clock)
+    assert seen(scale, clock, 40, 2, 0.5, busy=2.0) == 5
+    assert seen(scale, clock, 40, 5, 0.45, busy=5.0) == 10, "once may be by chance"
+    assert seen(scale, clock, 40, 10, 0.45, busy=9.0) == 2
+    assert seen(scale, clock, 240, 2, 0.5, busy=2.0) == 2
+    assert seen(scale, clock, 100, 2, 0.5, busy=2.0) == 5
+    assert seen(scale, clock, 40, 5, 0.3, busy=5.0) == 8, "these brought something"
+    few = ReaderScale(1, 3, clock)
+    assert seen(few, clock, 40, 2, 0.5, busy=2.0) == 3
+    assert seen(few, clock, 40, 3, 0.5, busy=3.0) == 2, "there are no more to try"
 
 
 def test_trainings_share_the_readers() -> None:
@@ -204,6 +212,15 @@ def test_readers_that_were_there_before_are_kept_until_it_is_known_what_they_do(
     assert seen(scale, clock, 5, 3, busy=0.0) == 3
     assert seen(scale, clock, 5, 9, busy=0.0) == 6
     assert seen(scale, clock, 200, 9, busy=0.0) == 1, "nobody reads"
+
+
+def test_training_that_ends_asks_for_none() -> None:
+    clock = Clock()
+    scale = ReaderScale(1, 9, clock)
+    assert seen(scale, clock, 21, 2, busy=0.1) == 2
+    assert seen(scale, clock, 1, 2, 0.9, busy=2.0) == 2
+    assert seen(scale, clock, 20, 2, busy=0.1) == 2
+    assert seen(scale, clock, 100, 2, busy=0.1) == 1
 
 
 def test_no_reader_at_all_decides_nothing() -> None:

@@ -92,8 +92,12 @@ def test_processes_follow_what_is_wanted(jagged: Dataset, monkeypatch: pytest.Mo
             follow(readers, tier, 1)
             assert [program.pid for program in readers._programs] == [stays]
             until(lambda: followed(readers, 1) and not readers._leaving, "the one that left has ended")
+            readers.follow(0)
+            time.sleep(0.3)
         finally:
+            began_s = time.monotonic()
             readers.end()
+        assert time.monotonic() - began_s < 2.0 < reading.QUIET_S, "one that leaves ends at once, too"
         assert not Path(f"/proc/{stays}").exists()
 
 

@@ -123,7 +123,7 @@ def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monke
             waited_s += time.perf_counter() - before_s
         passed_s = time.perf_counter() - began_s
         [session] = tier.dispatcher.status().sessions
-        assert session.waiting_share == pytest.approx(waited_s / passed_s, abs=0.15)
+        assert session.waiting_share == pytest.approx(waited_s / passed_s, abs=0.25)
         assert waited_s > 0.1
         batches.close()
 

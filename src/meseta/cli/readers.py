@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -114,6 +115,8 @@ def work(
         if server.meet(3.0):
             print(f"reader at {server.url}, for the dispatcher at {dispatcher}", flush=True)
         if _wait(until_stdin_ends, signal.SIGTERM):
+            if until_stdin_ends:  # nobody is left to be given anything when that ends
+                threading.Thread(target=_end_with_stdin, name="meseta-stdin", daemon=True).start()
             server.leave()
         leave_at_once(0)
 
@@ -168,6 +171,12 @@ def _named(text: str) -> tuple[str, Path]:
     name, sign, folder = text.partition("=")
     path = Path(folder if sign else text).resolve()  # readers of this machine stand elsewhere
     return (name if sign else path.name), path
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1024):
+        continue
+    leave_at_once(0)
 
 
 def _wait(until_stdin_ends: bool, ending: signal.Signals | None = None) -> bool:

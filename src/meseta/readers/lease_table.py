@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from meseta.data.read.served.messages import (
     SLOW,
@@ -58,6 +59,8 @@ class ReaderAtWork:
     heard_s: float
     shunned_until_s: dict[str, float] = field(default_factory=dict)
     """By run."""
+    last_turn: int = -1
+    """When it was given a window, counted over all windows."""
     growth: Growth = field(default_factory=Growth)
     """Of rows decoded, and of seconds in which it decoded."""
 
@@ -68,6 +71,7 @@ class LeaseTable:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._turns = count()
         self._readers: dict[str, ReaderAtWork] = {}
         self._attempts: dict[str, int] = {}
         self._leases: dict[_Order, dict[int, str]] = {}
@@ -119,10 +123,11 @@ class LeaseTable:
                 if leases.get(window) not in at_work:
                     if window in leases:
                         self.num_moved["silent"] += 1
-                    url = self._next_in_turn(request.session.run, leases, at_work)
+                    url = self._next_in_turn(request.session.run, at_work)
                     if url is None:
                         continue
                     leases[window] = url
+                    self._readers[url].last_turn = next(self._turns)
                 answer.append(WindowLease(window=window, reader=leases[window]))
             forget_oldest(leases, MOST_LEASES)
             return Leases(leases=tuple(answer), num_readers=len(self._staying(at_work)))
@@ -163,15 +168,12 @@ class LeaseTable:
             del leases[window]
             self.num_moved[why] += 1
 
-    def _next_in_turn(self, run: str, leases: dict[int, str], at_work: list[str]) -> str | None:
-        """Of the readers that stay, and that nobody of this run shuns if there are such, the one whose last window lies
-        farthest back: whoever has just come is next, and does not have to catch up."""
+    def _next_in_turn(self, run: str, at_work: list[str]) -> str | None:
+        """Of the readers that stay, and that nobody of this run shuns if there are such, the one that was given its
+        last window before the others: whoever has just come is next, and does not have to catch up."""
         now_s, staying = self._clock(), self._staying(at_work)
         welcome = [url for url in staying if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
-        latest: dict[str, int] = {}
-        for window, url in leases.items():
-            latest[url] = max(latest.get(url, 0), window)
-        return min(welcome or staying, key=lambda url: latest.get(url, -1), default=None)
+        return min(welcome or staying, key=lambda url: self._readers[url].last_turn, default=None)
 
     def _staying(self, urls: Iterable[str]) -> list[str]:
         return [url for url in urls if not self._readers[url].beat.is_leaving]

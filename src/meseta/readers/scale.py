@@ -16,8 +16,10 @@ WAITING_SHARE = 0.02
 """Of its time that training may wait for batches."""
 EXCESS_S = 1.0
 """So much more waiting than that, since the readers are what they are, calls for more of them."""
-IDLE_SHARE = 0.4
-"""Readers that have nothing to do for more than that are not what training waits for."""
+MUCH_SHARE = 0.1
+"""Where more readers have left so much waiting, it is looked at whether they have brought anything."""
+WORTH = 0.15
+"""Of what they should have brought: less than that twice, and they go again, for PATIENCE_S."""
 SETTLE_S = 4.0
 """What a reader that has come needs before it has made its share; at least as long as it takes for a window."""
 CALM_S = 60.0
@@ -57,6 +59,24 @@ class _TooFew:
     """With enough of them."""
 
 
+@dataclass(frozen=True)
+class _Grown:
+    """What was before the last time that readers were added."""
+
+    num_readers: int
+    waiting_share: float
+    doubted: int | None = None
+    """Readers before the time before that, if those that were added then brought nothing either."""
+
+    def is_worth_it(self, there: int, waiting_share: float) -> bool:
+        """Whether so many readers have brought training forward, or leave little to bring; where it waits for more than
+        before, it is another matter."""
+        before = 1.0 - self.waiting_share
+        hoped = min(before * there / self.num_readers, 1.0) - before
+        is_another = not MUCH_SHARE <= waiting_share <= self.waiting_share + MARGIN
+        return is_another or (1.0 - waiting_share) - before >= WORTH * hoped
+
+
 class ReaderScale:
     """The number of readers wanted, from one look to the next; pure but for its clock.
 
@@ -64,6 +84,7 @@ class ReaderScale:
     worth, and that many are asked for. Where it does not wait, readers decode for b readers' worth of their time, and
     so many, with some margin, are kept. Nothing is decided before what is seen is of the present number of readers
     alone, fewer ones have to have been enough for a minute, and what was too few is remembered: so it does not swing.
+    Readers that were added twice and brought nothing go again: something else limits, such as a disk that all read.
     """
 
     def __init__(self, least: int, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,6 +102,8 @@ class ReaderScale:
         """Waiting above WAITING_SHARE, added up; never less than none."""
         self._excess_since_s = 0.0
         self._too_few: _TooFew | None = None
+        self._grown: _Grown | None = None
+        self._no_use_until_s = -math.inf
 
     def update(self, load: Load) -> int:
         """Take a look, about once a second; returns how many there should be."""
@@ -108,6 +131,10 @@ class ReaderScale:
             self._excess_since_s = now_s
         seconds = 0.0 if before is None else now_s - before[0]
         self._excess_s = max(self._excess_s + seconds * (_waiting(load) - WAITING_SHARE), 0.0)
+        if not load.waiting_shares:
+            self._excess_s = 0.0
+        if before is not None and self._excess_s == 0.0:
+            self._grown = None  # they were enough for a while, so that what comes is another matter
         self._seen.append((now_s, load))
         while self._seen[0][0] < now_s - CALM_S:
             self._seen.popleft()
@@ -115,9 +142,8 @@ class ReaderScale:
     def _decide(self, now_s: float) -> int:
         there = self._there
         seen = [load for _, load in self._seen]
-        is_busy = seen[-1].busy_readers >= (1.0 - IDLE_SHARE) * there
         waiting_s = now_s - self._excess_since_s
-        if self._excess_s >= EXCESS_S and waiting_s >= RATE_S and is_busy and there >= self.wanted:
+        if self._excess_s >= EXCESS_S and waiting_s >= RATE_S and there >= self.wanted:
             return self._more(now_s)
         is_calm = now_s - self._seen[0][0] >= CALM_S - 1.0 and fmean(map(_waiting, seen)) < WAITING_SHARE
         return self._fewer(self._busiest(now_s), there, now_s) if is_calm else self.wanted
@@ -134,10 +160,20 @@ class ReaderScale:
         there = self._there
         seen = [load for seen_s, load in self._seen if seen_s >= self._excess_since_s + RATE_S and load.waiting_shares]
         share = min(fmean(fmean(load.waiting_shares) for load in seen), 0.99)
+        doubted = None
+        if self._grown is not None and not self._grown.is_worth_it(there, share):
+            if (back := self._grown.doubted) is not None or there >= self.most:
+                self._no_use_until_s = now_s + PATIENCE_S
+                back, self._grown = back or self._grown.num_readers, None
+                return back
+            doubted = self._grown.num_readers  # once may be by chance
+        if now_s < self._no_use_until_s:
+            return self.wanted
         needed = math.ceil(there / (1.0 - share) + MARGIN)
         more = max(self.wanted, min(max(there + 1, needed), MOST_GROWTH * there, self.most))
         if more > there:
             self._too_few = _TooFew(there, now_s + REMEMBER_S)
+            self._grown = _Grown(there, share, doubted)
         return more
 
     def _fewer(self, busy_readers: float, there: int, now_s: float) -> int:

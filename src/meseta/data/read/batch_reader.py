@@ -34,6 +34,11 @@ class RowsInOrder(Protocol):
         """Rows first..last-1 of the epoch; calls come in ascending order."""
         ...
 
+    def following(self) -> RowsInOrder | None:
+        """The rows of the epoch that follows, where reading ahead has come to them; they are no more closed with
+        these."""
+        ...
+
     def close(self) -> None:
         """End what reads ahead."""
         ...
@@ -67,20 +72,22 @@ class Waits:
         """Whoever takes the batches waits from now on."""
         self._still_since_s = time.monotonic()
 
-    def go_on(self) -> float:
-        """It has a batch; returns for how long it has waited."""
+    def go_on(self, making_s: float) -> float:
+        """It has a batch, for which rows were waited for so long; returns the share of that for which it has stood
+        still as well."""
         now_s = time.monotonic()
         waited_s = 0.0 if self._still_since_s is None else now_s - self._still_since_s
         self._still_since_s = None
+        share = min(waited_s / making_s, 1.0) if making_s else 0.0
         if self._first_s is None:
             self._first_s = now_s
         else:
-            self._stood_s += waited_s
-        return waited_s
+            self._stood_s += share * making_s
+        return share
 
     def standing(self) -> tuple[float, float]:
-        """For how long whoever takes the batches has stood still since it had the first one, and how long ago that
-        was. Of any thread."""
+        """For how long whoever takes the batches has stood still for rows since it had the first one, and how long ago
+        that was. Of any thread."""
         since_s, first_s, now_s = self._still_since_s, self._first_s, time.monotonic()
         if first_s is None:
             return 0.0, 0.0
@@ -108,14 +115,13 @@ class MadeBatch(NamedTuple):
 class Batches(Iterator[Batch]):
     """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
 
-    def __init__(self, ahead: Prefetch[MadeBatch], move_on: Callable[[MadeBatch, float], Batch], waits: Waits) -> None:
-        """`move_on` is given each batch with the seconds for which it was waited here; `waits` is what the thread that
-        reads ahead waits by."""
+    def __init__(self, ahead: Prefetch[MadeBatch], move_on: Callable[[MadeBatch, Waits], Batch], waits: Waits) -> None:
+        """`move_on` is given each batch when it has come; `waits` is what the thread that reads ahead waits by."""
         self._ahead, self._move_on, self._waits = ahead, move_on, waits
 
     def __next__(self) -> Batch:
         self._waits.stand_still()
-        return self._move_on(next(self._ahead), self._waits.go_on())  # no name here holds a batch until the next one
+        return self._move_on(next(self._ahead), self._waits)  # no name here holds a batch until the next one
 
     def close(self) -> None:
         """End the thread that reads ahead; no batch comes any more."""
@@ -179,8 +185,9 @@ class BatchReader(ABC):
         )
 
     @abstractmethod
-    def _rows(self, epoch: int, row: int, waits: Waits) -> RowsInOrder:
-        """The rows of an epoch, of which this rank's slices of the batches from `row` on will be taken."""
+    def _rows(self, epoch: int, row: int, waits: Waits, num_epochs: int) -> RowsInOrder:
+        """The rows of an epoch, of which this rank's slices of the batches from `row` on will be taken; `num_epochs`
+        bounds reading ahead."""
 
     @property
     def num_batches(self) -> int:
@@ -252,21 +259,22 @@ class BatchReader(ABC):
             raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is no position among {self.num_rows} rows")
         self.position = Position(epoch, row)
 
-    def _move_on(self, made: MadeBatch, waited_s: float) -> Batch:
-        batch, waits = made
-        if making_s := sum(wait.total_s for wait in waits.values()):
-            self.row_waits.add(waits, min(waited_s / making_s, 1.0))
+    def _move_on(self, made: MadeBatch, waits: Waits) -> Batch:
+        batch, for_rows = made
+        self.row_waits.add(for_rows, waits.go_on(sum(wait.total_s for wait in for_rows.values())))
         assert batch.position is not None
         self.position = batch.position
         return batch
 
     def _produce(self, epoch: int, row: int, num_epochs: int, waits: Waits) -> Iterator[MadeBatch]:
+        following: RowsInOrder | None = None
         while epoch < num_epochs:
-            with closing(self._rows(epoch, row, waits)) as rows:
+            with closing(following or self._rows(epoch, row, waits, num_epochs)) as rows:
                 for left in range(self._cut.num_batches_from(row), 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
                     yield MadeBatch(replace(self._make(rows, row), position=Position(*after)), waits.take())
                     row += self.options.batch_size
+                following = rows.following()
             epoch, row = epoch + 1, 0
 
     def _make(self, rows: RowsInOrder, row: int) -> Batch:

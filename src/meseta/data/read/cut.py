@@ -41,6 +41,9 @@ class EpochRows:
             at = self._window.start + stop
         return concatenate(parts)
 
+    def following(self) -> None:
+        """Reading ahead ends with the epoch."""
+
     def close(self) -> None:
         """End the thread that decodes ahead; what it has begun is waited for."""
         if self._pool is not None:

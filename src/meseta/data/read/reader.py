@@ -43,7 +43,7 @@ class Reader(BatchReader):
             left_out=self._files.left_out,
         )
 
-    def _rows(self, epoch: int, row: int, waits: Waits) -> EpochRows:
+    def _rows(self, epoch: int, row: int, waits: Waits, num_epochs: int) -> EpochRows:
         order = epoch_order(self._files.group_rows, self.options, epoch)
         read = partial(self._files.read, by_row=self.options.shuffle)
         return EpochRows(order, read, reads_ahead=self.options.prefetch_batches > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
@@ -97,7 +98,7 @@ class ServedReader(BatchReader):
             left_out=LeftOut(counts.by_filter, counts.negatives),
         )
 
-    def _rows(self, epoch: int, row: int, waits: Waits) -> ServedRows:
+    def _rows(self, epoch: int, row: int, waits: Waits, num_epochs: int) -> ServedRows:
         asked = EpochAsked(
             session=self._session,
             epoch=epoch,
@@ -107,7 +108,8 @@ class ServedReader(BatchReader):
             schema=self._schema,
         )
         order = epoch_order(self._group_rows, self.options, epoch, is_served=True)
-        return ServedRows(order, self._cut, asked, self._dispatcher, waits, self._give_up_s)
+        next_epoch = partial(self._rows, epoch + 1, 0, waits, num_epochs) if epoch + 1 < num_epochs else None
+        return ServedRows(order, self._cut, asked, self._dispatcher, waits, self._give_up_s, next_epoch)
 
 
 def dataset_of(description: DatasetDescription, url: str) -> Dataset:

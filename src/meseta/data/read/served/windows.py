@@ -234,13 +234,17 @@ class ServedRows:
         dispatcher: Dispatcher,
         waits: Waits,
         give_up_s: float,
+        next_epoch: Callable[[], ServedRows] | None = None,
     ) -> None:
+        """`next_epoch` makes the rows of the epoch that follows, which are asked for ahead too; None: there is none."""
         self._order, self._cut, self._asked = order, cut, asked
         self._dispatcher = dispatcher
         self._waits, self._give_up_s = waits, give_up_s
         self._connections: dict[str, Connection] = {}
         self._windows: dict[int, ComingWindow] = {}
         self._next = order.find(asked.begin)
+        self._next_epoch = next_epoch
+        self._following: ServedRows | None = None
         self._num_ahead = 1
         self._is_over = threading.Event()
         threading.Thread(target=self._tell, name="meseta-tell", daemon=True).start()
@@ -261,6 +265,13 @@ class ServedRows:
         self._is_over.set()
         for window in self._windows.values():
             window.close()
+        if self._following is not None:
+            self._following.close()
+
+    def following(self) -> ServedRows | None:
+        """Those of the next epoch, where windows of it were asked for."""
+        following, self._following = self._following, None
+        return following
 
     def _take(self, index: int, num_rows: int) -> list[Rows]:
         for passed in [number for number in self._windows if number < index]:
@@ -278,8 +289,14 @@ class ServedRows:
 
     def _look_ahead(self, index: int) -> ComingWindow:
         """Window `index`; those behind it that are worth asking for are asked for too."""
+        self._ask(index + self._num_ahead)
+        return self._windows[index]
+
+    def _ask(self, last: int) -> None:
+        """Ask for the windows up to `last` that were not asked for; where the epoch ends before, for the first of the
+        next one."""
         was_next = self._next
-        while self._next < len(self._order) and self._next <= index + self._num_ahead:
+        while self._next < len(self._order) and self._next <= last:
             num_rows = self._cut.num_rows_between(self._asked.begin, *self._order.bounds(self._next))
             if num_rows:
                 self._windows[self._next] = ComingWindow(num_rows)
@@ -287,7 +304,10 @@ class ServedRows:
         if self._next > was_next:
             with suppress(Unreachable):  # asked again at their turn
                 self._open()
-        return self._windows[index]
+        if last >= len(self._order) and self._next_epoch is not None:
+            self._following, self._next_epoch = self._next_epoch(), None
+        if last >= len(self._order) and self._following is not None:
+            self._following._ask(last - len(self._order))
 
     def _open(self, troubles: Sequence[ReaderTrouble] = ()) -> None:
         """Ask for all windows that nobody sends, of the readers that are to read them."""

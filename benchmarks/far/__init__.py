@@ -1,0 +1,1 @@
+"""Readers whose files lie behind links, for benchmarks/bench_scaling.py."""
