@@ -50,6 +50,7 @@ class Connection:
         """`kind`: "dispatcher" or "reader". Raises MesetaError for what is no address, or does not go with the keys."""
         check_encryption(checked_url(url), has_keys=keys is not None)
         self.url, self._kind, self._keys = url, kind, keys
+        self._context = _for_anybody() if keys is None else keys.checking()
         tls = {}
         if keys is not None:
             tls = {"tls_root_certs": keys.certificate, "cert_chain": keys.client, "private_key": keys.client}
@@ -108,10 +109,9 @@ class Connection:
     def _first_byte(self, host: str) -> bytes:
         """Of what is said to who has shaken hands; none: a server of gRPC has closed without a word, as it does to
         clients that it does not know. Raises OSError."""
-        context = _for_anybody() if self._keys is None else self._keys.checking()
         with (
             socket.create_connection((host, urlsplit(self.url).port or 0), PROBE_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as encrypted,
+            self._context.wrap_socket(plain, server_hostname=host) as encrypted,
         ):
             return b"" if self._keys is None else encrypted.recv(1)
 
