@@ -1,13 +1,15 @@
 """`meseta train` on rows of readers whose files lie behind links, of which one gives a host a third of what training
 eats: how much training waits, and how many readers a dispatcher takes that adapts their number.
 
-    python benchmarks/bench_scaling.py --parts memory,here,sweep,auto [--folder build/scaling] [--page scaling.html]
-        [--seconds 90] [--auto-seconds 600]
+    python benchmarks/bench_scaling.py --parts memory,here,sweep,auto [--raw] [--folder build/scaling]
+        [--page scaling.html] [--seconds 90] [--auto-seconds 600] [--from 1]
 
-Parts, with main.yaml's model on 1.6 million rows of prepared data, shuffled:
-- memory: all data in memory, and the same with as much processor time burnt beside it as readers took in `auto`.
+Parts, with main.yaml's model on 1.6 million rows of prepared data, or with `--raw` of TSV that a recipe reads,
+shuffled:
+- memory: all data prepared and in memory, and the same with as much processor time burnt beside it as readers took in
+  `auto`.
 - here: read in the trainer, over one link.
-- sweep: 1 to 5 readers, a link each: the fewest with which training waits for less than 2 %.
+- sweep: 1 to 5 readers, or `--from` more, a link each: the fewest with which training waits for less than 2 %.
 - auto: from one reader on, of at most 6; at two fifths of the time the links become three times as fast.
 
 Trainers, readers and dispatcher are in one network; what readers read comes from another host, each reader's over a
@@ -44,7 +46,6 @@ from meseta.report.document import document
 
 PORT = 29500
 MOST = 6
-SWEEP = range(1, 6)
 WAITING = 0.02
 BURN = (
     "import sys, time\nshare = float(sys.argv[1])\nwhile True:\n    end = time.perf_counter() + 0.02 * share\n"
@@ -68,18 +69,22 @@ MESETA = [sys.executable, "-m", "meseta.cli.main"]
 class Bench:
     """The data, what was found so far, and the commands."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_raw: bool) -> None:
         self.folder = folder.resolve()
-        self.data = self.folder / "data"
-        self.found_at = self.folder / "found.json"
+        self.raw, self.data = self.folder / "raw", self.folder / "data"
+        self.far = self.folder / "recipe" if is_raw else self.data
+        """What readers read."""
+        self.kind = "raw TSV, " * is_raw
+        self.found_at = self.folder / f"found{'-raw' * is_raw}.json"
         self.found: dict[str, Any] = json.loads(self.found_at.read_text()) if self.found_at.exists() else {}
-        if not (self.data / "dataset.json").exists():
-            raw = self.folder / "raw"
-            synth = ["data", "synth", "--out", str(raw), "--rows", "2000000", "--files", "5", "--scale", "0.01"]
-            prepare = ["prepare", f"{raw}/*.tsv", "--out", str(self.data), "--test-files", str(raw / "day_4.tsv")]
-            for command in (synth, prepare):
+        prepare = ["prepare", f"{self.raw}/*.tsv", "--test-files", f"{self.raw}/day_4.tsv", "--out"]
+        synth = ["data", "synth", "--out", str(self.raw), "--rows", "2000000", "--files", "5", "--scale", "0.01"]
+        recipe = [*prepare, str(self.folder / "recipe"), "--recipe-only"]
+        made = {self.raw / "day_4.tsv": synth, self.data: [*prepare, str(self.data)], self.folder / "recipe": recipe}
+        for path, command in made.items():
+            if not path.exists():
                 subprocess.run([*MESETA, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        files = list((self.data / "train").glob("*.parquet"))
+        files = list(self.raw.glob("day_[0-3].tsv") if is_raw else (self.data / "train").glob("*.parquet"))
         described = json.loads((self.data / "dataset.json").read_text())
         self.row_bytes = sum(file.stat().st_size for file in files) / described["splits"]["train"]["num_rows"]
 
@@ -157,14 +162,14 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
         server.stdout.readline()
         locks = stack.enter_context(tempfile.TemporaryDirectory(prefix="meseta-links-"))
         ends = [hosts.namespace_files(host) for host in range(1, 1 + MOST)]
-        found = {"address": [address(0), PORT], "links": ends, "locks": locks}
+        found = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
         yield hosts, {far_files.VARIABLE: json.dumps(found), "PYTHONPATH": str(Path(far_files.__file__).parent)}
 
 
 @contextmanager
 def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[tuple[str, int]]:
     """(URL of a dispatcher with readers behind links, its process)."""
-    command = ["readers", "dispatch", "--data", str(bench.data), "--listen", "127.0.0.1:0", "--start-local"]
+    command = ["readers", "dispatch", "--data", str(bench.far), "--listen", "127.0.0.1:0", "--start-local"]
     process = subprocess.Popen(
         [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends"],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -217,16 +222,16 @@ def here(bench: Bench, seconds: float) -> None:
     """Part `here`."""
     with links(bench) as (_, variables):
         program = [sys.executable, "-c", HERE]
-        with bench.training(f"data.dir={bench.data}", program=program, **variables) as training:
+        with bench.training(f"data.dir={bench.far}", program=program, **variables) as training:
             speed, waited = training.over(15, seconds)
     print(f"read in the trainer over {bench.rate()}: {speed:,.0f} samples/s, {waited:.1%} waiting")
-    record("scaling", bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)
+    record("scaling", bench.kind + bench.rate(), "waiting, read here", waited, "share", peer="at least", peer_value=0.5)
 
 
-def sweep(bench: Bench, seconds: float) -> None:
+def sweep(bench: Bench, seconds: float, first: int) -> None:
     """Part `sweep`."""
     needed = None
-    for number in SWEEP:
+    for number in range(first, MOST):
         with ExitStack() as stack:
             _, variables = stack.enter_context(links(bench))
             url, _ = stack.enter_context(tier(bench, variables, number, number))
@@ -271,7 +276,7 @@ def told(
     bench: Bench, lines: list[dict[str, Any]], numbers: list[tuple[float, int]], faster_s: float, share: float
 ) -> None:
     """What must be reached, beside what was."""
-    case = f"{bench.rate()}, then x 3"
+    case = f"{bench.kind}{bench.rate()}, then x 3"
     bench.keep("processor_share", share)
     for first_s in range(0, int(numbers[-1][0]) - 19, 20):
         _, waited = rates(lines, first_s, first_s + 20)
@@ -318,6 +323,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scaling")
     parser.add_argument("--seconds", type=float, default=90.0, help="of a measurement: several windows")
     parser.add_argument("--auto-seconds", type=float, default=600.0, help="of part auto")
+    parser.add_argument("--raw", action="store_true", help="read raw TSV, by a recipe")
+    parser.add_argument("--from", type=int, default=1, dest="first", help="readers that the sweep begins with")
     parser.add_argument("--page", type=Path, help="draw part auto")
     options = parser.parse_args()
     if options.auto_seconds < 250:
@@ -328,11 +335,11 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options.folder)
+    bench = Bench(options.folder, is_raw=options.raw)
     parts = {
         "memory": lambda: memory(bench, options.seconds),
         "here": lambda: here(bench, options.seconds),
-        "sweep": lambda: sweep(bench, options.seconds),
+        "sweep": lambda: sweep(bench, options.seconds, options.first),
         "auto": lambda: auto(bench, options.auto_seconds, options.page),
     }
     for part in options.parts.split(","):

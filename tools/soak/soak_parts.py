@@ -75,8 +75,9 @@ PARTS = {
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
     "readers": Part(
-        "200 schedules of readers and dispatchers killed, stopped, begun again and joined while ranks read: every "
-        "row once, in order; 100,000 malformed tickets and questions; batches of readers against those of a local one",
+        "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
+        "and slow, and ranks killed, with keys and without: every row once, in order; 100,000 malformed tickets and "
+        "questions; batches of readers, and of recipes, against those of a local one",
         ("tests/readers",),
     ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
