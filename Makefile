@@ -12,7 +12,7 @@ SYNTH_ARGS := --rows 1800000 --files 9 --scale 0.01
 
 BIN := .venv/bin
 CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/meseta/*/*/*.h)
-# Most tests are one process, so there is one process of tests per processor; each may have 14 ranks beside it.
+# tests/conftest.py says how many processes of tests there are; each may have 14 ranks beside it.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 

@@ -63,7 +63,15 @@ def pytest_configure() -> None:
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
-LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: tests wait for a third of their time, most of all for processes to start."""
+    from meseta.machine.processors import num_cores
+
+    return num_cores() + 1
+
+
+LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "readers")
 """Tests below these paths begin first, so that no long one is left alone at the end."""
 
 
