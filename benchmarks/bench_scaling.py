@@ -46,6 +46,8 @@ from meseta.report.document import document
 
 PORT = 29500
 MOST = 6
+NUM_LINKS = 2 * MOST
+"""Readers that leave keep theirs until they have ended."""
 WAITING = 0.02
 BURN = (
     "import sys, time\nshare = float(sys.argv[1])\nwhile True:\n    end = time.perf_counter() + 0.02 * share\n"
@@ -152,7 +154,7 @@ def waiting_share(line: dict[str, Any]) -> float:
 def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
     """(hosts, variables of processes whose files lie behind a link of their own)."""
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(1 + MOST, across=bench.rate()))
+        hosts = stack.enter_context(Hosts(1 + NUM_LINKS, across=bench.rate()))
         hosts.widen(0, "1gbit")
         serve = [sys.executable, far_files.__file__, "serve", f"{address(0)}:{PORT}"]
         server = subprocess.Popen(hosts._hosts[0].entered(serve), stdout=subprocess.PIPE)
@@ -161,7 +163,7 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
         assert server.stdout is not None
         server.stdout.readline()
         locks = stack.enter_context(tempfile.TemporaryDirectory(prefix="meseta-links-"))
-        ends = [hosts.namespace_files(host) for host in range(1, 1 + MOST)]
+        ends = [hosts.namespace_files(host) for host in range(1, 1 + NUM_LINKS)]
         found = {"address": [address(0), PORT], "links": ends, "locks": locks, "raw": str(bench.raw)}
         yield hosts, {far_files.VARIABLE: json.dumps(found), "PYTHONPATH": str(Path(far_files.__file__).parent)}
 
