@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_ingest import SYNTH
+from bench_readers import MESETA, prepared
 from record import record
 
 BUFFER_MB = 128
 NUM_STARTS = 5
 WINDOW_ROWS = 262_144
-READERS = [sys.executable, "-m", "meseta.cli.main", "readers"]
+READERS = [*MESETA, "readers"]
 TRAINER = """
 import sys, time
 from meseta.data import ReaderOptions
@@ -105,10 +105,7 @@ def main() -> None:
     num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 2_000_000
     still_s = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        raw, data = f"{folder}/raw", f"{folder}/data"
-        subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
-        prepare = [sys.executable, "-m", "meseta.cli.main", "prepare", f"{raw}/*.tsv", "--out", data]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        data = prepared(folder, num_rows)
         dataset = json.loads(Path(data, "dataset.json").read_text())
         row_bytes = 4 * (1 + len(dataset["dense"]) + len(dataset["sparse"])) + 16
         bound = 200 + BUFFER_MB + WINDOW_ROWS * row_bytes / 1e6

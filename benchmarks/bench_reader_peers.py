@@ -17,8 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_ingest import SYNTH
-from bench_readers import BATCH_SIZES, NUM_ROUNDS, OURS, READ, SERVED, measured, tier
+from bench_readers import BATCH_SIZES, NUM_ROUNDS, OURS, READ, SERVED, measured, prepared, tier
 from record import record
 
 RAY = """
@@ -130,10 +129,7 @@ def main() -> None:
     num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 500_000
     python = os.environ.get("PEER_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        raw, data, records = f"{folder}/raw", f"{folder}/data", f"{folder}/records"
-        subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
-        prepare = [sys.executable, "-m", "meseta.cli.main", "prepare", f"{raw}/*.tsv", "--out", data]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        data, records = prepared(folder, num_rows), f"{folder}/records"
         described = json.loads(Path(data, "dataset.json").read_text())
         sizes = [str(len(described[kind])) for kind in ("dense", "sparse")]
         servers: list[subprocess.Popen[str]] = []

@@ -26,6 +26,7 @@ from record import record
 NUM_ROUNDS = 3
 BATCH_SIZES = (2048, 8192)
 NUM_READERS = 2
+MESETA = [sys.executable, "-m", "meseta.cli.main"]
 NUM_EPOCHS = 8
 """Enough that what the first batches of a process cost, about 90 ms, does not count."""
 
@@ -65,7 +66,7 @@ def tier(data: str, keys: str | None) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     url = f"grpc{'' if keys is None else '+tls'}://{place}"
-    meseta, shown = [sys.executable, "-m", "meseta.cli.main", "readers"], [] if keys is None else ["--keys", keys]
+    meseta, shown = [*MESETA, "readers"], [] if keys is None else ["--keys", keys]
     commands = [["dispatch", "--data", data, "--listen", place, *shown]]
     commands += [["work", "--dispatcher", url, *shown]] * NUM_READERS
     processes = []
@@ -103,6 +104,15 @@ def loopback_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
+def prepared(folder: str, num_rows: int) -> str:
+    """A synthetic dataset, made in a folder."""
+    raw, data = f"{folder}/raw", f"{folder}/data"
+    subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
+    prepare = [*MESETA, "prepare", f"{raw}/*.tsv", "--out", data]
+    subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return data
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("num_rows", nargs="?", default="2_000_000")
@@ -111,13 +121,9 @@ def main() -> None:
     asked = parser.parse_args()
     num_rows, case = int(asked.num_rows), f"{int(asked.num_rows)} rows" + ", encrypted" * asked.keys
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        raw, data, keys = f"{folder}/raw", f"{folder}/data", f"{folder}/keys" if asked.keys else None
-        subprocess.run([sys.executable, "-c", SYNTH, raw, str(num_rows)], check=True)
-        meseta = [sys.executable, "-m", "meseta.cli.main"]
-        prepare = [*meseta, "prepare", f"{raw}/*.tsv", "--out", data]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        data, keys = prepared(folder, num_rows), f"{folder}/keys" if asked.keys else None
         if keys is not None:
-            subprocess.run([*meseta, "readers", "keys", keys], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*MESETA, "readers", "keys", keys], check=True, stdout=subprocess.DEVNULL)
         served = SERVED.replace("KEYS", "None" if keys is None else f"Path({keys!r})")
         with tier(data, keys) as url:
             for batch_size in () if asked.bytes else BATCH_SIZES:

@@ -29,7 +29,7 @@ from meseta.readers.catalog import Catalog
 from meseta.readers.dispatching import DispatchServer
 from meseta.readers.key_folder import make_keys
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import Place
+from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.test_refusals import ToldQuietly, spoiled, ticket_of
 from readers.tier import Tier, digest, running
@@ -149,7 +149,7 @@ def empty(folder: Path, name: str) -> None:
 def test_files_that_are_no_keys(spoil: Callable[[Path, str], None], name: str, why: str, mine: Path) -> None:
     spoil(mine, name)
     with pytest.raises(MesetaError, match=rf"keys: '{mine / name}' {why}") as refused:
-        Place.of("127.0.0.1:0", None, mine)
+        Endpoint.of("127.0.0.1:0", None, mine)
     assert str(refused.value).isprintable()
     if name == KEY:
         Keys.load(mine)  # who asks needs none
@@ -169,7 +169,7 @@ def test_tokens_that_are_none(token: str, mine: Path) -> None:
 def test_a_certificate_and_the_key_of_another(mine: Path, others: Path) -> None:
     shutil.copy(others / KEY, mine / KEY)
     with pytest.raises(MesetaError, match=rf"'{mine / KEY}' is not the key of '{mine / CERTIFICATE}'"):
-        Place.of("127.0.0.1:0", None, mine)
+        Endpoint.of("127.0.0.1:0", None, mine)
 
 
 def aged(folder: Path) -> Path:
@@ -197,18 +197,18 @@ def test_keys_that_have_expired(tmp_path: Path) -> None:
 def test_other_hosts_are_listened_to_with_keys_alone(folder: Path) -> None:
     for listen in ("0.0.0.0:7077", "192.168.1.7:0", "example.org:1"):
         with pytest.raises(MesetaError, match=r"without keys it must be 127.0.0.1; .* `meseta readers keys DIR`"):
-            Place.of(listen)
-    assert Place.of("0.0.0.0:1", "localhost", folder).reached_as == "localhost"
-    assert Place.of("127.0.0.1:1", None, folder).scheme == "grpc+tls"
+            Endpoint.of(listen)
+    assert Endpoint.of("0.0.0.0:1", "localhost", folder).reached_as == "localhost"
+    assert Endpoint.of("127.0.0.1:1", None, folder).scheme == "grpc+tls"
     with pytest.raises(MesetaError, match=r"does not cover 'host7', but localhost, 127.0.0.1; .*--host host7"):
-        Place.of("0.0.0.0:1", "host7", folder)
+        Endpoint.of("0.0.0.0:1", "host7", folder)
     with pytest.raises(MesetaError, match=r"does not cover '192.168.1.7', but"):
-        Place.of("192.168.1.7:0", None, folder)
+        Endpoint.of("192.168.1.7:0", None, folder)
 
 
 def test_every_address_is_called_by_the_name_of_the_machine(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", [socket.gethostname()], days=9)
-    assert Place.of("0.0.0.0:1", None, tmp_path / "keys").reached_as == socket.gethostname()
+    assert Endpoint.of("0.0.0.0:1", None, tmp_path / "keys").reached_as == socket.gethostname()
 
 
 # Who is let in
@@ -243,7 +243,7 @@ def strange(data: Dataset) -> Iterator[Callable[[ServerKeys | None], str]]:
     started = []
 
     def start(keys: ServerKeys | None) -> str:
-        started.append(DispatchServer(Place(keys=keys), Catalog({"click": data.dir}), LeaseTable()))
+        started.append(DispatchServer(Endpoint(keys=keys), Catalog({"click": data.dir}), LeaseTable()))
         return started[-1].url
 
     yield start
@@ -305,7 +305,7 @@ def test_who_is_not_there(folder: Path) -> None:
 
 def test_a_fault_is_looked_for_and_not_made_up(tier: Tier, strange: Callable[..., str]) -> None:
     """A call that fails for once, though all is as it should be, may be tried again."""
-    for url, keys in ((tier.dispatcher.url, tier.place.keys), (strange(None), None)):
+    for url, keys in ((tier.dispatcher.url, tier.endpoint.keys), (strange(None), None)):
         connection = Connection("dispatcher", url, keys)
         with pytest.raises(Unreachable, match=r"it has not answered, or broke off$"), connection.told():
             raise flight.FlightUnavailableError("Socket closed")
@@ -379,9 +379,9 @@ def test_malformed_tickets_of_those_who_are_let_in(tier: Tier, folder: Path) -> 
 def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CALLS", 0)
     with pytest.raises(Unreachable, match=r"failed: 0 calls are being answered, the most at a time$"):
-        Dispatcher(tier.dispatcher.url, tier.place.keys).describe(None)
+        Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe(None)
     monkeypatch.setattr(listening, "MOST_CALLS", 8)
-    dispatcher = Dispatcher(tier.dispatcher.url, tier.place.keys)
+    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.keys)
     for _ in range(20):  # each leaves
         dispatcher.describe(None)
 
@@ -397,7 +397,7 @@ def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, fol
         next(batches)
         port = tier.dispatcher.port
         tier.dispatcher.end()
-        again = DispatchServer(Place(port=port, keys=ServerKeys.load(others)), catalog, LeaseTable())
+        again = DispatchServer(Endpoint(port=port, keys=ServerKeys.load(others)), catalog, LeaseTable())
         try:
             assert "has another certificate" in refusal(lambda: list(batches), folder, others)
         finally:
@@ -416,7 +416,7 @@ def test_a_reader_that_is_refused_does_not_start(tier: Tier, mine: Path, others:
 def test_secrets_are_in_no_text_of_an_object(tier: Tier, folder: Path) -> None:
     keys = ServerKeys.load(folder)
     reader = ServedReader(tier.service, "train", OPTIONS)
-    for thing in (keys, tier.service, tier.place, Dispatcher(tier.service.url, keys), reader, tier.dispatcher):
+    for thing in (keys, tier.service, tier.endpoint, Dispatcher(tier.service.url, keys), reader, tier.dispatcher):
         for text in (repr(thing), str(thing), f"{thing!s}"):
             assert token_of(folder) not in text and "PRIVATE" not in text
 

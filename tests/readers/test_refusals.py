@@ -26,7 +26,7 @@ from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
 from meseta.machine.remote import checked_url
-from meseta.readers.listening import Place
+from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.tier import Tier, running
 from sampling import sample
@@ -60,8 +60,8 @@ def tier(jagged: Dataset) -> Iterator[Tier]:
 )
 def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
-        Place.of(listen)
-    assert Place.of("localhost:80") == Place(port=80)
+        Endpoint.of(listen)
+    assert Endpoint.of("localhost:80") == Endpoint(port=80)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url, tier.place.keys).describe("click")
+    description = Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe("click")
     session = Session(
         rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )

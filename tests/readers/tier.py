@@ -18,7 +18,7 @@ from meseta.data.read.served.service import Dispatcher
 from meseta.readers.catalog import Catalog
 from meseta.readers.dispatching import DispatchServer
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import Place
+from meseta.readers.listening import Endpoint
 from meseta.readers.reading import BUFFER_BYTES, ReadServer, WindowReader
 
 
@@ -28,18 +28,18 @@ class Tier:
 
     dispatcher: DispatchServer
     leases: LeaseTable
-    place: Place
+    endpoint: Endpoint
     readers: list[ReadServer] = field(default_factory=list)
 
     @property
     def service(self) -> Service:
-        keys = None if self.place.keys is None else self.place.keys.folder
+        keys = None if self.endpoint.keys is None else self.endpoint.keys.folder
         return Service(url=self.dispatcher.url, keys=keys, give_up_s=20.0)
 
     def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
         """One more, which the dispatcher knows."""
-        dispatcher = Dispatcher(self.dispatcher.url, self.place.keys)
-        server = ReadServer(self.place, WindowReader(dispatcher, buffer_bytes), dispatcher)
+        dispatcher = Dispatcher(self.dispatcher.url, self.endpoint.keys)
+        server = ReadServer(self.endpoint, WindowReader(dispatcher, buffer_bytes), dispatcher)
         server.meet()
         self.readers.append(server)
         return server
@@ -51,8 +51,8 @@ def running(
 ) -> Iterator[Tier]:
     """A dispatcher of these datasets, and readers."""
     with ExitStack() as stack:
-        leases, place = LeaseTable(), Place(keys=keys)
-        tier = Tier(DispatchServer(place, Catalog(folders), leases), leases, place)
+        leases, endpoint = LeaseTable(), Endpoint(keys=keys)
+        tier = Tier(DispatchServer(endpoint, Catalog(folders), leases), leases, endpoint)
         stack.callback(tier.dispatcher.shutdown)
         stack.callback(lambda: [reader.end() for reader in tier.readers])
         for _ in range(num_readers):

@@ -67,7 +67,7 @@ def dispatch(
     from meseta.readers.catalog import Catalog
     from meseta.readers.dispatching import DispatchServer
     from meseta.readers.lease_table import LeaseTable
-    from meseta.readers.listening import Place, serving
+    from meseta.readers.listening import Endpoint, serving
     from meseta.readers.local import LocalReaders
     from meseta.readers.scale import ReaderScale
     from meseta.readers.scaling import scaling
@@ -81,9 +81,9 @@ def dispatch(
     if most is None and start_local:
         most = max(num_cores(), least)
     scale = None if most is None else ReaderScale(least, most)
-    place, catalog, leases = Place.of(listen, advertise, keys), Catalog(folders), LeaseTable()
+    endpoint, catalog, leases = Endpoint.of(listen, advertise, keys), Catalog(folders), LeaseTable()
     with ExitStack() as stack:
-        server = stack.enter_context(serving(lambda: DispatchServer(place, catalog, leases, scale), listen))
+        server = stack.enter_context(serving(lambda: DispatchServer(endpoint, catalog, leases, scale), listen))
         if scale is not None:
             stack.enter_context(scaling(scale, leases, LocalReaders(server.url, keys) if start_local else None))
         names = ", ".join(folders)
@@ -104,14 +104,14 @@ def work(
 ) -> None:
     """Decode rows for trainers, which the dispatcher sends here; leave at SIGTERM, when what was asked for is given."""
     from meseta.data.read.served.service import Dispatcher
-    from meseta.readers.listening import Place, serving
+    from meseta.readers.listening import Endpoint, serving
     from meseta.readers.reading import ReadServer, WindowReader, give_back_memory
 
     give_back_memory()
-    place = Place.of(listen, advertise, keys)
-    known = Dispatcher(dispatcher, place.keys)
+    endpoint = Endpoint.of(listen, advertise, keys)
+    known = Dispatcher(dispatcher, endpoint.keys)
     reader = WindowReader(known, buffer_mb * 1_000_000)
-    with serving(lambda: ReadServer(place, reader, known), listen) as server:
+    with serving(lambda: ReadServer(endpoint, reader, known), listen) as server:
         if server.meet(3.0):
             print(f"reader at {server.url}, for the dispatcher at {dispatcher}", flush=True)
         if _wait(until_stdin_ends, signal.SIGTERM):

@@ -20,7 +20,7 @@ from meseta.data.read.served.messages import (
 )
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import OwnServer, Place
+from meseta.readers.listening import Endpoint, OwnServer
 from meseta.readers.scale import ReaderScale
 from meseta.spec import MesetaError
 
@@ -30,9 +30,11 @@ ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
 class DispatchServer(OwnServer):
     """Answers trainers and readers."""
 
-    def __init__(self, place: Place, catalog: Catalog, leases: LeaseTable, scale: ReaderScale | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, catalog: Catalog, leases: LeaseTable, scale: ReaderScale | None = None
+    ) -> None:
         """`scale`: what says how many readers there should be; None: nothing does."""
-        super().__init__(place)
+        super().__init__(endpoint)
         self._catalog, self._leases, self._scale = catalog, leases, scale
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:

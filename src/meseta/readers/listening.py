@@ -24,7 +24,7 @@ MOST_CALLS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Endpoint:
     """Where a server listens, and how it is reached."""
 
     host: str = "127.0.0.1"
@@ -39,7 +39,7 @@ class Place:
         return PLAIN if self.keys is None else ENCRYPTED
 
     @staticmethod
-    def of(listen: str, advertise: str | None = None, keys: Path | None = None) -> Place:
+    def of(listen: str, advertise: str | None = None, keys: Path | None = None) -> Endpoint:
         """From options of a command. Raises MesetaError for what is no HOST:PORT, an address that others reach without
         keys, and keys that do not cover the host."""
         host, sign, port = listen.rpartition(":")
@@ -52,11 +52,11 @@ class Place:
                     f"readers: --listen {shown(listen)}: others reach it, and without keys it must be 127.0.0.1; make "
                     "some with `meseta readers keys DIR`, and give --keys DIR"
                 )
-            return Place(host=host, port=int(port), reached_as=advertise or host)
+            return Endpoint(host=host, port=int(port), reached_as=advertise or host)
         reached_as = advertise or (socket.gethostname() if _is_every(host) else host)
         loaded = ServerKeys.load(keys)
         loaded.check_host(reached_as)
-        return Place(host=host, port=int(port), reached_as=reached_as, keys=loaded)
+        return Endpoint(host=host, port=int(port), reached_as=reached_as, keys=loaded)
 
 
 def _is_own(host: str) -> bool:
@@ -110,20 +110,20 @@ class _CountedCall(flight.ServerMiddleware):
 
 
 class OwnServer(flight.FlightServerBase):
-    """A server at a place."""
+    """A server at an endpoint."""
 
-    def __init__(self, place: Place) -> None:
-        options: dict[str, Any] = {"middleware": {"doorkeeper": Doorkeeper(place.keys)}}
-        if place.keys is not None:
+    def __init__(self, endpoint: Endpoint) -> None:
+        options: dict[str, Any] = {"middleware": {"doorkeeper": Doorkeeper(endpoint.keys)}}
+        if endpoint.keys is not None:
             # Who has no certificate is refused before a byte of a message is taken: gRPC reads one whole, however
             # large, before it asks anybody what to do with it.
             options |= {
-                "tls_certificates": [(place.keys.certificate, place.keys.key)],
+                "tls_certificates": [(endpoint.keys.certificate, endpoint.keys.key)],
                 "verify_client": True,
-                "root_certificates": place.keys.client,
+                "root_certificates": endpoint.keys.client,
             }
-        super().__init__(f"{place.scheme}://{place.host}:{place.port}", **options)
-        self.url = f"{place.scheme}://{place.reached_as}:{self.port}"
+        super().__init__(f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}", **options)
+        self.url = f"{endpoint.scheme}://{endpoint.reached_as}:{self.port}"
         """Where it is reached."""
 
     def end(self) -> None:

@@ -26,7 +26,7 @@ from meseta.data.read.split import SplitRows
 from meseta.data.read.window_times import WindowTimes
 from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
 from meseta.readers.catalog import describe, open_split
-from meseta.readers.listening import OwnServer, Place
+from meseta.readers.listening import Endpoint, OwnServer
 from meseta.readers.rates import BusyTime
 from meseta.readers.window_store import WindowStore, forget_oldest
 from meseta.spec import MesetaError
@@ -125,7 +125,7 @@ class WindowReader:
         with self.windows.window(
             (session.run, session.attempt, session.num_ranks, session.rows),
             (ticket.epoch, ticket.window),
-            takers_of(cut, ticket.begin, start, stop),
+            takers_of(replace(cut, rank=0), ticket.begin, start, stop),
             rank,
             (stop - start) * _row_bytes(split.dataset),
             lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
@@ -167,13 +167,9 @@ class WindowReader:
         return OpenSplit(described, files, schema_of(described, counts.wide_features))
 
 
+@lru_cache(maxsize=1024)
 def takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[int]:
-    """Ranks that have any of the rows start..stop-1."""
-    return _takers_of(replace(cut, rank=0), begin, start, stop)
-
-
-@lru_cache(maxsize=1024)  # the same for all ranks
-def _takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[int]:
+    """Ranks that have any of the rows start..stop-1; `cut`: that of rank 0, so that it is worked out once for all."""
     ranks = range(cut.num_ranks)
     return frozenset(rank for rank in ranks if replace(cut, rank=rank).num_rows_between(begin, start, stop))
 
@@ -210,8 +206,8 @@ def num_bytes(rows: Rows) -> int:
 class ReadServer(OwnServer):
     """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
 
-    def __init__(self, place: Place, reader: WindowReader, dispatcher: Dispatcher) -> None:
-        super().__init__(place)
+    def __init__(self, endpoint: Endpoint, reader: WindowReader, dispatcher: Dispatcher) -> None:
+        super().__init__(endpoint)
         self._reader, self._dispatcher = reader, dispatcher
         self._is_over = threading.Event()
         self._is_answered = threading.Event()

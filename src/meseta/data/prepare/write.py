@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +90,7 @@ class SplitWriter:
         """The statistics of a part that an earlier process has written."""
         table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
         for first in range(0, table.num_rows, WINDOW_SAMPLES):
-            window = table.slice(first, WINDOW_SAMPLES)
-            for column in self.layout.sparse:
-                chunks = window[column.name].chunks
-                ids = [split_lists(chunk)[0] for chunk in chunks]
-                self.statistics[column.name].add_window(np.concatenate(ids), window.num_rows)
+            count_window(self.statistics, table.slice(first, WINDOW_SAMPLES).to_batches())
 
     def _write_part(self, first: int) -> DataFile:
         path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"
@@ -103,7 +99,7 @@ class SplitWriter:
         try:
             for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
                 batch = self.finisher.finish(window)
-                self._count(batch)
+                count_window(self.statistics, [batch])
                 writer = writer or part_writer(self.out / path, batch.schema)
                 writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                 num_rows += batch.num_rows
@@ -113,11 +109,14 @@ class SplitWriter:
                 writer.close()
         return DataFile(path=path, num_rows=num_rows)
 
-    def _count(self, window: pa.RecordBatch) -> None:
-        """The statistics of one window of at most 65,536 rows."""
-        assert window.num_rows <= WINDOW_SAMPLES
-        for column in self.layout.sparse if self.statistics else ():
-            self.statistics[column.name].add_window(split_lists(window.column(column.name))[0], window.num_rows)
+
+def count_window(statistics: Mapping[str, FeatureStatistics], batches: Sequence[pa.RecordBatch]) -> None:
+    """Add the finished rows of one window, of at most 65,536, to the statistics of some features."""
+    num_rows = sum(batch.num_rows for batch in batches)
+    assert num_rows <= WINDOW_SAMPLES
+    for name, counted in statistics.items():
+        ids = [split_lists(batch.column(name))[0] for batch in batches]
+        counted.add_window(ids[0] if len(ids) == 1 else np.concatenate(ids), num_rows)
 
 
 def part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

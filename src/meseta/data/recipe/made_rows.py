@@ -80,10 +80,11 @@ class RowMaker:
         stretch of a file takes.
 
         Raises MesetaError for a file that has changed since the recipe was made, or is damaged."""
+        work = work or MakingWork()
         sizes = self._index.group_rows(split)
         parts = {group: self._index.stretches(split, group) for group in groups}
         jobs: Iterator[Callable[[], list[pa.RecordBatch]]] = (
-            partial(self._make, split, stretch, work or MakingWork()) for group in groups for stretch in parts[group]
+            partial(self._make, split, stretch, work) for group in groups for stretch in parts[group]
         )
         made = in_order(self._pool, jobs, self._num_threads + 1)
         for group in groups:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
@@ -25,7 +24,7 @@ from meseta.data.prepare.first_pass import FirstPass, Progress
 from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.spool import SplitTally
 from meseta.data.prepare.staging import Staging
-from meseta.data.prepare.write import ROW_GROUP_ROWS, Finisher, split_lists
+from meseta.data.prepare.write import ROW_GROUP_ROWS, Finisher, count_window
 from meseta.data.recipe.index import SourceIndex
 from meseta.data.recipe.indexing import IndexWriter
 from meseta.data.recipe.made_rows import RowMaker, splitter_of
@@ -89,14 +88,6 @@ class TrainingTally(SplitTally):
 
     def _keep(self, window: pa.RecordBatch) -> None:
         count_window(self._statistics, [window])
-
-
-def count_window(statistics: Mapping[str, FeatureStatistics], batches: list[pa.RecordBatch]) -> None:
-    """Add the rows of one window to the statistics of some features."""
-    num_rows = sum(batch.num_rows for batch in batches)
-    assert num_rows <= WINDOW_SAMPLES
-    for name, one in statistics.items():
-        one.add_window(np.concatenate([split_lists(batch.column(name))[0] for batch in batches]), num_rows)
 
 
 class RecipeMaking:
