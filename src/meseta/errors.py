@@ -17,6 +17,19 @@ class MesetaError(ValueError):
     """The rank that met it, where all ranks were told; the text begins with it."""
 
 
+class StorageError(MesetaError):
+    """A file that could not be read, or found, by no fault of what it holds: another host, or another time, may do
+    better."""
+
+
+def reading_error(error: Exception, text: str) -> MesetaError:
+    """A MesetaError with this text for what reading a file has raised: a StorageError where the system or the network
+    under it has failed, which say so by an error number or a class of their own; libraries that meet damaged content
+    raise an OSError without one."""
+    is_of_storage = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) is not None
+    return StorageError(text) if is_of_storage else MesetaError(text)
+
+
 def shown(value: object) -> str:
     """A value of a stranger's in a message: escaped, and no longer than a line."""
     text = repr(value)

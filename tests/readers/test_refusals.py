@@ -7,8 +7,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from pyarrow import flight
 
 from data.test_reader import make_dataset
-from meseta.data import Dataset, ReaderOptions
+from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.rows import Rows
 from meseta.data.read.served.connection import Unreachable
 from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, RowsAsked, Session, WindowTicket
@@ -138,6 +140,30 @@ def test_a_damaged_file_ends_the_run_and_names_the_reader(tmp_path: Path) -> Non
         content[: len(content) // 2] = os.urandom(len(content) // 2)
         file.write_bytes(content)
         with pytest.raises(MesetaError, match=rf"reader grpc://127.0.0.1:\d+: .*{file.name}"):
+            list(reader.epoch())
+
+
+def test_a_file_that_storage_does_not_give_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data", multi_valued=False)
+    file = dataset.place(dataset.splits["train"].files[0].path)
+    with running({"click": dataset.dir}, 2) as tier:
+        epoch = ServedReader(tier.service, "train", OPTIONS).epoch()
+        file.rename(file.with_suffix(".away"))
+        back = threading.Timer(1.5, lambda: file.with_suffix(".away").rename(file))
+        back.start()
+        served = [batch.label for batch in epoch]
+        back.join()
+    local = [batch.label for batch in Reader(dataset, "train", OPTIONS).epoch()]
+    assert [label.tolist() for label in served] == [label.tolist() for label in local]
+
+
+def test_a_file_that_storage_never_gives_again_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "data", multi_valued=False)
+    file = dataset.place(dataset.splits["train"].files[0].path)
+    with running({"click": dataset.dir}, 1) as tier:
+        reader = ServedReader(replace(tier.service, give_up_s=1.2), "train", OPTIONS)
+        file.unlink()
+        with pytest.raises(MesetaError, match=rf"has not come for \d s: .*{file.name}.* cannot be read .*No such file"):
             list(reader.epoch())
 
 

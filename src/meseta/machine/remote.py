@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Union
 from urllib.parse import urlsplit
 
-from meseta.errors import MesetaError, one_line, shown
+from meseta.errors import MesetaError, StorageError, one_line, shown
 from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
@@ -74,7 +74,7 @@ def remote_errors(what: str, url: str, verb: str, *, but: tuple[type[Exception],
             f"{what} {url!r}: {scheme}:// needs a package that is not installed ({detail}); pip install '{package}'"
         ) from None
     except Exception as error:
-        raise MesetaError(
+        raise StorageError(
             f"{what} {url!r} cannot be {verb} ({one_line(error)}); check the URL, the network and the credentials"
         ) from None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from meseta.errors import doubled, shown
+from meseta.errors import doubled, reading_error, shown
 from meseta.machine.files import first_alike, inner_fault, inside, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
 
@@ -337,9 +337,8 @@ class Dataset(Record):
         try:
             return inside(self.dir, path)
         except OSError as error:
-            raise MesetaError(
-                f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror}); prepare the dataset again"
-            ) from None
+            text = f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror}); prepare the dataset again"
+            raise reading_error(error, text) from None
 
     @staticmethod
     def load(path: str | Path) -> Dataset:
@@ -349,10 +348,9 @@ class Dataset(Record):
         try:
             document = parse_json(read_bounded(inside(path, FILE_NAME)))
         except OSError as error:
-            raise MesetaError(
-                f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); "
-                f"make it with `meseta prepare SOURCE... --out {path}`"
-            ) from None
+            way_out = f"make it with `meseta prepare SOURCE... --out {path}`"
+            text = f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); {way_out}"
+            raise reading_error(error, text) from None
         except ValueError as error:
             raise MesetaError(f"{str(file)!r} is not JSON: {error}; prepare the dataset again") from None
         return Dataset.from_dict(document, path)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meseta.errors import one_line
-from meseta.spec import MesetaError
+from meseta.errors import one_line, reading_error
 
 PART_ERRORS = (pa.ArrowException, OSError)
 """What reading a damaged or missing file raises."""
@@ -52,6 +51,5 @@ def opened_part(
             with _TimedFile(path, on_read) as source, pq.ParquetFile(source, metadata=metadata) as file:
                 yield file
     except PART_ERRORS as error:
-        raise MesetaError(
-            f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
-        ) from None
+        text = f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
+        raise reading_error(error, text) from None

@@ -24,9 +24,8 @@ from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
-from meseta.errors import one_line
+from meseta.errors import MesetaError, one_line, reading_error
 from meseta.machine.remote import is_url, open_file, remote_errors
-from meseta.spec import MesetaError
 
 HEAD_BYTES = 64 << 10
 """Bytes of text that a format is told by."""
@@ -292,8 +291,8 @@ def named_errors(path: str) -> Iterator[None]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MesetaError(f"source {path!r} is truncated or damaged ({error}); fetch it again") from None
     except (pa.ArrowException, OSError) as error:
-        detail = one_line(error)
-        raise MesetaError(f"source {path!r} cannot be read ({detail}); fetch it again") from None
+        text = f"source {path!r} cannot be read ({one_line(error)}); fetch it again"
+        raise reading_error(error, text) from None
     except Exception:
         if not is_url(path):
             raise

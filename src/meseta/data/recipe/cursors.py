@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from meseta.data.formats.format import Block, RowCursor, Source
 from meseta.data.recipe.index import Stretch
 from meseta.data.recipe.recipe import WAY_OUT
+from meseta.errors import MesetaError, reading_error
 from meseta.machine.remote import status
-from meseta.spec import MesetaError
 
 MOST_OPEN = 32
 """Files that are held open while nobody reads them."""
@@ -75,12 +75,12 @@ def _close_all(idle: list[tuple[int, RowCursor]]) -> None:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raise MesetaError where a raw file is not the one that it was."""
+    """Raise MesetaError where a raw file is not the one that it was, StorageError where it cannot be seen."""
+    where, way_out = f"source {source.path!r}", f"bring it back, or {WAY_OUT}"
     try:
         now = status(source.path)
-        is_same = (now.size_bytes or 1, now.changed) == (source.size_bytes, source.changed)
-        problem = None if is_same else "has changed since the recipe was made"
     except OSError as error:
-        problem = f"cannot be read any more ({error.strerror})"
-    if problem is not None:
-        raise MesetaError(f"source {source.path!r} {problem}: bring it back, or {WAY_OUT}")
+        text = f"{where} cannot be read any more ({error.strerror}): {way_out}"
+        raise reading_error(error, text) from None
+    if (now.size_bytes or 1, now.changed) != (source.size_bytes, source.changed):
+        raise MesetaError(f"{where} has changed since the recipe was made: {way_out}")

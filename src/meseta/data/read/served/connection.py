@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pyarrow import flight
 
 from meseta.data.read.served.keys import HEADER, Keys, refusal, strange_client, strange_token
-from meseta.errors import MesetaError, one_line
+from meseta.errors import MesetaError, StorageError, one_line
 from meseta.machine.remote import ENCRYPTED, check_encryption, checked_url
 from meseta.machine.variables import variables
 
@@ -38,9 +38,10 @@ class Unreachable(MesetaError):
 
 def as_flight_error(error: Exception) -> flight.FlightServerError:
     """What a server raises for `Connection.told` to turn back: another reader may do better where this one could not
-    reach somebody else, but not where it has met bad data."""
+    reach somebody else, or its storage, but not where it has met bad data."""
     text = str(error) if isinstance(error, MesetaError) else one_line(error)
-    return flight.FlightServerError(text, extra_info=b"" if isinstance(error, Unreachable) else text.encode())
+    is_of_this_one = isinstance(error, Unreachable | StorageError)
+    return flight.FlightServerError(text, extra_info=b"" if is_of_this_one else text.encode())
 
 
 class Connection:

@@ -41,7 +41,7 @@ SLOW_S = 10.0
 SAY_S = 10.0
 """So often a rank that waits says why."""
 TRY_AGAIN_S = 0.5
-"""Between questions for a reader, where there is none."""
+"""Between questions for a reader, where there is none, or none but the one that has just failed."""
 TELL_S = 3.0
 """So often a rank tells how long it has waited."""
 MOST_AHEAD = 8
@@ -357,11 +357,12 @@ class ServedRows:
             if isinstance(came, Exception) and not isinstance(came, Unreachable):
                 raise came
             wait.goes_on("no reader is there" if came is None else str(came))
+            failed = None if came is None or window.stream is None else window.stream.reader
             try:
                 self._find_another(index, window, came, wait)
             except Unreachable as error:
                 wait.goes_on(str(error))
-            if window.stream is None:
+            if window.stream is None or window.stream.reader == failed:
                 with self._without_reader():
                     self._waits.sleep(TRY_AGAIN_S)
 
