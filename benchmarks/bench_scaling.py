@@ -71,7 +71,7 @@ MESETA = [sys.executable, "-m", "meseta.cli.main"]
 class Bench:
     """The data, what was found so far, and the commands."""
 
-    def __init__(self, folder: Path, *, is_raw: bool) -> None:
+    def __init__(self, folder: Path, *, is_raw: bool, num_rows: int = 2_000_000) -> None:
         self.folder = folder.resolve()
         self.raw, self.data = self.folder / "raw", self.folder / "data"
         self.far = self.folder / "recipe" if is_raw else self.data
@@ -80,7 +80,7 @@ class Bench:
         self.found_at = self.folder / f"found{'-raw' * is_raw}.json"
         self.found: dict[str, Any] = json.loads(self.found_at.read_text()) if self.found_at.exists() else {}
         prepare = ["prepare", f"{self.raw}/*.tsv", "--test-files", f"{self.raw}/day_4.tsv", "--out"]
-        synth = ["data", "synth", "--out", str(self.raw), "--rows", "2000000", "--files", "5", "--scale", "0.01"]
+        synth = ["data", "synth", "--out", str(self.raw), "--rows", str(num_rows), "--files", "5", "--scale", "0.01"]
         recipe = [*prepare, str(self.folder / "recipe"), "--recipe-only"]
         made = {self.raw / "day_4.tsv": synth, self.data: [*prepare, str(self.data)], self.folder / "recipe": recipe}
         for path, command in made.items():
@@ -157,8 +157,7 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
         hosts = stack.enter_context(Hosts(1 + NUM_LINKS, across=bench.rate()))
         hosts.widen(0, "1gbit")
         serve = [sys.executable, far_files.__file__, "serve", f"{address(0)}:{PORT}"]
-        server = subprocess.Popen(hosts._hosts[0].entered(serve), stdout=subprocess.PIPE)
-        stack.callback(server.wait)
+        server = stack.enter_context(subprocess.Popen(hosts._hosts[0].entered(serve), stdout=subprocess.PIPE))
         stack.callback(server.kill)
         assert server.stdout is not None
         server.stdout.readline()
@@ -172,19 +171,15 @@ def links(bench: Bench) -> Iterator[tuple[Hosts, dict[str, str]]]:
 def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iterator[tuple[str, int]]:
     """(URL of a dispatcher with readers behind links, its process)."""
     command = ["readers", "dispatch", "--data", str(bench.far), "--listen", "127.0.0.1:0", "--start-local"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends"],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdin is not None
-    try:
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
         url = process.stdout.readline().split()[2].rstrip(",")
         while len(Dispatcher(url).status().readers) < least:
             time.sleep(0.2)
         yield url, process.pid
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 def processor_s(pid: int) -> float:

@@ -183,7 +183,7 @@ class Hosts:
         """
         with tempfile.TemporaryDirectory(prefix="meseta-hosts-") as name:
             ranks: list[subprocess.Popen[bytes]] = []
-            start, zeros = time.monotonic(), self._traffic()
+            start, zeros = time.monotonic(), self.traffic()
             samples = [self._sample(start, zeros)]
             try:
                 for rank in range(self.num_ranks):
@@ -232,11 +232,12 @@ class Hosts:
             f"{' '.join(command)}: rank {failed} on host {failed // self.ranks_per_host} {what}: {words[-LAST_WORDS:]}"
         )
 
-    def _traffic(self) -> list[LinkTraffic]:
+    def traffic(self) -> list[LinkTraffic]:
+        """Of each host, since its link was made."""
         return [read_traffic(host.table("dev"), host.table("snmp")) for host in self._hosts]
 
     def _sample(self, start: float, zeros: Sequence[LinkTraffic]) -> Sample:
-        counted = zip(self._traffic(), zeros, strict=True)
+        counted = zip(self.traffic(), zeros, strict=True)
         return Sample(time.monotonic() - start, tuple(now.since(zero) for now, zero in counted))
 
 
