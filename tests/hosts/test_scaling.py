@@ -1,4 +1,4 @@
-"""A small case of benchmarks/bench_scaling.py: what readers read comes over links of their own, which are what limits."""
+"""A small case of benchmarks/bench_scaling.py: what readers read comes over links of their own, and these limit it."""
 
 from __future__ import annotations
 
