@@ -169,3 +169,23 @@ def test_other_errors_are_named() -> None:
         with pytest.raises(MesetaError) as caught:
             make_bad()
         assert words in str(caught.value), str(caught.value)
+
+
+@given(st.lists(st.sampled_from("abcdefg"), unique=True, max_size=5), st.integers(0, 4))
+def test_single_ids_are_bags_of_one(keys: list[str], batch_size: int) -> None:
+    values = torch.arange(len(keys) * batch_size)
+    one, whole = (
+        KeyedJaggedTensor.of_single_ids(keys, values),
+        KeyedJaggedTensor(
+            keys=tuple(keys), values=values, lengths=torch.ones_like(values), batch_sizes=(batch_size,) * len(keys)
+        ),
+    )
+    assert (one.keys, one.batch_sizes, one.key_offsets) == (whole.keys, whole.batch_sizes, whole.key_offsets)
+    assert one.lengths.dtype == whole.lengths.dtype and torch.equal(one.lengths, whole.lengths)
+    assert torch.equal(one.offsets, whole.offsets) and one.weights is None
+
+
+@pytest.mark.parametrize("values", [torch.arange(5), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4)])
+def test_single_ids_that_fit_no_keys(values: Tensor) -> None:
+    with pytest.raises(MesetaError, match=r"of_single_ids: .*give int32 or int64 \[2 \* B\]"):
+        KeyedJaggedTensor.of_single_ids(("a", "b"), values)

@@ -137,6 +137,25 @@ class KeyedJaggedTensor:
             batch_sizes=tuple(len(feature) for feature in samples.values()),
         )
 
+    @staticmethod
+    def of_single_ids(keys: Sequence[str], values: Tensor) -> KeyedJaggedTensor:
+        """A batch on the CPU in which each of the F features has one id per sample: `values` [F * B], int32 or int64,
+        feature-major. It has no lengths that must be checked. Raises MesetaError for ids that do not fit the keys."""
+        size, left = divmod(values.numel(), max(len(keys), 1))
+        if left or values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+            raise MesetaError(
+                f"KeyedJaggedTensor.of_single_ids: {values.dtype} {list(values.shape)} is not one id per sample of "
+                f"{len(keys)} keys; give int32 or int64 [{len(keys)} * B]"
+            )
+        return KeyedJaggedTensor._derived(
+            keys=tuple(keys),
+            values=values,
+            lengths=torch.from_numpy(np.ones(values.numel(), np.int64)),
+            weights=None,
+            batch_sizes=(size,) * len(keys),
+            key_offsets=tuple(size * key for key in range(len(keys) + 1)),
+        )
+
     @property
     def batch_size(self) -> int:
         """B; raises MesetaError where features have different batch sizes."""

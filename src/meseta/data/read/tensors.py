@@ -20,22 +20,20 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
     """Tensors of these rows; ids and lengths are int64, feature-major. Views of other arrays are copied, arrays that
     own their memory are taken over.
     """
-    num_rows = len(rows.label)
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
         is_taken_over = rows.single.flags.owndata and rows.single.flags.c_contiguous
         values = rows.single.astype(np.int64, order="C", copy=not is_taken_over).reshape(-1)
-        lengths = np.ones(values.size, np.int64)
-        weights = None
+        sparse = KeyedJaggedTensor.of_single_ids(keys, torch.from_numpy(values))
     else:
         values, lengths, weights = _interleave(dataset, rows)
-    sparse = KeyedJaggedTensor(
-        keys=keys,
-        values=torch.from_numpy(values),
-        lengths=torch.from_numpy(lengths),
-        weights=None if weights is None else torch.from_numpy(weights),
-        batch_sizes=(num_rows,) * len(keys),
-    )
+        sparse = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(lengths),
+            weights=None if weights is None else torch.from_numpy(weights),
+            batch_sizes=(len(rows.label),) * len(keys),
+        )
     return Batch(
         dense=_own(rows.dense),
         sparse=sparse,
