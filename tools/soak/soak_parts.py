@@ -33,6 +33,7 @@ class Part:
     about: str
     paths: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "pytest")
+    processes: tuple[str, ...] = ("-n", "auto", "--maxprocesses", "4")
 
 
 PARTS = {
@@ -74,10 +75,14 @@ PARTS = {
         "within 30 s, no process left",
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
-    "readers": Part(
+    "reader_faults": Part(
         "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
-        "and slow, and ranks killed, with keys and without: every row once, in order; 100,000 malformed tickets and "
-        "questions; batches of readers, and of recipes, against those of a local one",
+        "and slow, and ranks killed, with keys and without: every row once, in order",
+        ("tests/readers/test_faults.py",),
+        processes=("-n", "6"),  # they wait for most of the time
+    ),
+    "readers": Part(
+        "100,000 malformed tickets and questions; batches of readers, and of recipes, against those of a local one",
         ("tests/readers",),
     ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
@@ -153,7 +158,7 @@ def paths_of(name: str) -> tuple[list[str], list[str]]:
 def _command(name: str) -> list[str]:
     paths, ignored = paths_of(name)
     selection = ["-m", "soak or not soak", "--timeout", "3600", "-p", "soak_record"]
-    processes = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+    processes = [*PARTS[name].processes, "--dist", "worksteal"]
     return [*PARTS[name].command, *paths, *(f"--ignore={path}" for path in ignored), *selection, *processes]
 
 
