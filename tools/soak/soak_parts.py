@@ -33,7 +33,6 @@ class Part:
     about: str
     paths: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "pytest")
-    processes: tuple[str, ...] = ("-n", "auto", "--maxprocesses", "4")
 
 
 PARTS = {
@@ -79,7 +78,6 @@ PARTS = {
         "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
         "and slow, and ranks killed, with keys and without: every row once, in order",
         ("tests/readers/test_faults.py",),
-        processes=("-n", "6"),  # they wait for most of the time
     ),
     "readers": Part(
         "100,000 malformed tickets and questions; batches of readers, and of recipes, against those of a local one",
@@ -158,7 +156,7 @@ def paths_of(name: str) -> tuple[list[str], list[str]]:
 def _command(name: str) -> list[str]:
     paths, ignored = paths_of(name)
     selection = ["-m", "soak or not soak", "--timeout", "3600", "-p", "soak_record"]
-    processes = [*PARTS[name].processes, "--dist", "worksteal"]
+    processes = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
     return [*PARTS[name].command, *paths, *(f"--ignore={path}" for path in ignored), *selection, *processes]
 
 
