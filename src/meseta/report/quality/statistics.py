@@ -30,6 +30,18 @@ class Interval:
         """Whether 0 lies outside; of one comparison alone, see `holm` for many."""
         return self.low > 0 or self.high < 0
 
+    def negated(self) -> Interval:
+        """Of the values with the other sign."""
+        return Interval(-self.mean, -self.high, -self.low, self.p)
+
+    def is_clear_of(self, other: Interval) -> bool:
+        """Whether the two have no value in common."""
+        return self.low > other.high or self.high < other.low
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain data for JSON, which has no infinity."""
+        return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
+
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Student's interval of the mean of one or more independent values, and the t-test that it is 0 (Student,
