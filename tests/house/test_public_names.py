@@ -28,9 +28,10 @@ PUBLIC = {
     "meseta.data.prepare": "PrepareOptions Progress find_teacher for_training load_prepared prepare read_layout",
     "meseta.data.synth": """
         CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS DENSE_SHIFTED DENSE_SPREAD LogRows MAX_COUNT
-        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE SynthOptions ZIPF_EXPONENTS ZIPF_SHIFT
-        category_codes encode_tsv write_click_log zipf_probabilities zipf_ranks
+        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE PlantedProduct SynthOptions SynthWorld WORLDS
+        ZIPF_EXPONENTS ZIPF_SHIFT category_codes encode_tsv find_world write_click_log zipf_probabilities zipf_ranks
     """,
+    "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
