@@ -85,4 +85,4 @@ def _interval_row(one: PairedDifference) -> IntervalRow:
 
 def _shown(cells: CellTable) -> str:
     rows = [[text(cell) for cell in row] for row in cells.rows]
-    return table(cells.header, rows, set(range(cells.num_names, len(cells.header))), "narrow")
+    return table([text(name) for name in cells.header], rows, set(range(cells.num_names, len(cells.header))), "narrow")

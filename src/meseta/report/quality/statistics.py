@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LEVEL = 0.95
 """Of all intervals."""
-_HALVINGS = 200
+_HALVINGS = 80
 _TERMS = 300
 _TINY = 1e-300
 

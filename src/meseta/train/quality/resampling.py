@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from meseta.report.quality.outcome import Resampled
 from meseta.report.quality.statistics import normal_interval
-from meseta.spec import MesetaError
 from meseta.train.metrics import base_rate_entropy
 from meseta.train.quality.study import SuiteRun
+from meseta.train.quality.worlds import read_arrays
 
 METRICS = ("ne", "auc")
 
@@ -35,7 +35,7 @@ class RowFigures:
     """[n]"""
 
     @classmethod
-    def of(cls, logits: NDArray[np.floating], labels: NDArray[np.floating], weights: NDArray | None = None) -> RowFigures:
+    def of(cls, logits: NDArray[np.floating], labels: NDArray[np.floating], weights: NDArray[np.floating] | None = None) -> RowFigures:
         """Of [n] logits and labels; `weights` [n] None: all weigh the same."""
         order = np.argsort(logits, kind="stable")
         starts = np.flatnonzero(np.diff(logits[order], prepend=np.nan) != 0)
@@ -100,11 +100,5 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _read(run: SuiteRun) -> RowFigures:
     """Raises MesetaError where its predictions cannot be read."""
-    try:
-        with np.load(run.logits_file, allow_pickle=False) as file:
-            return RowFigures.of(file["logits"], file["labels"], file.get("weights"))
-    except (OSError, ValueError, KeyError) as error:
-        raise MesetaError(
-            f"quality: {str(run.logits_file)!r} cannot be read ({error}); delete {str(run.score_file)!r} and its run, "
-            "and it is trained again"
-        ) from None
+    found = read_arrays(run.logits_file, f"delete {str(run.score_file)!r} and the run beside it, which is trained again")
+    return RowFigures.of(found["logits"], found["labels"], found.get("weights"))

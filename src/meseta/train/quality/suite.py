@@ -18,7 +18,7 @@ from meseta.machine.files import file_name
 from meseta.report.quality.outcome import Ground
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
-from meseta.train.sweep.sweep import Choices, Space, draws, grid, parse_space
+from meseta.train.sweep.sweep import Choices, Space, draws, grid, parse_setting
 
 OF_THE_SUITE = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir", "checkpoint.mirror")
 """Keys that a suite sets for each run itself, or that all runs would share."""
@@ -176,13 +176,16 @@ def _distinct(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _space(tune: Mapping[str, list[Any] | str]) -> Space:
     """As `meseta sweep` reads it."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in tune.items()}
-    space, others = parse_space([f"{key}={text}" for key, text in texts.items()])
-    if others:
-        raise MesetaError(
-            f"{others[0]!r} is neither a list nor a range; write [a, b], or uniform(a, b), loguniform(a, b) or "
-            "randint(a, b)"
-        )
+    space = {}
+    for key, value in tune.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        _, entry = parse_setting(f"{key}={text}")
+        if entry is None:
+            raise MesetaError(
+                f"'tune' has {key}: {value!r}, neither a list nor a range; write [a, b], or uniform(a, b), "
+                "loguniform(a, b) or randint(a, b)"
+            )
+        space[key] = entry
     return space
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
+from meseta.errors import one_line
 from meseta.machine.files import whole_folder
 from meseta.spec import MesetaError
 from meseta.train.quality.suite import TENTHS, SuiteWorld
@@ -28,8 +31,8 @@ MIN_COUNT = 10
 class Truth:
     """Of the rows of a test split, in their order."""
 
-    labels: NDArray[np.int8]
-    probabilities: NDArray[np.float64]
+    labels: NDArray[Any]
+    probabilities: NDArray[Any]
 
 
 def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
@@ -64,8 +67,14 @@ def best_of(figures: Mapping[str, float | None]) -> dict[str, float]:
 
 def read_truth(folder: Path) -> Truth:
     """Raises MesetaError where the folder of a world has none."""
+    found = read_arrays(folder / TRUTH, f"delete {str(folder)!r}, and it is made again")
+    return Truth(found["labels"], found["probabilities"])
+
+
+def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:
+    """Those of a file that `numpy.savez` wrote. Raises MesetaError, with the way out, where it cannot be read."""
     try:
-        with np.load(folder / TRUTH, allow_pickle=False) as file:
-            return Truth(file["labels"], file["probabilities"])
-    except (OSError, ValueError, KeyError) as error:
-        raise MesetaError(f"quality: {str(folder / TRUTH)!r} cannot be read ({error}); delete {str(folder)!r}") from None
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise MesetaError(f"quality: {str(path)!r} cannot be read ({one_line(error)}); {way_out}") from None
