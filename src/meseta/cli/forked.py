@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -39,7 +40,7 @@ def _do(work: Callable[[], object]) -> None:
     try:
         work()
     except (MesetaError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        os.write(2, f"error: {error}\n".encode())
         sys.exit(1)
 
 
