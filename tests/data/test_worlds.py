@@ -89,7 +89,7 @@ def test_structure_of_planted_products() -> None:
     assert sorted(feature for block in BLOCKS for feature in block) == list(range(NUM_SPARSE))
     block_of = {feature: b for b, block in enumerate(BLOCKS) for feature in block}
     sizes = [len(product.features) for product in orders.planted]
-    assert (sizes.count(3), sizes.count(4), len(sizes)) == (8, 4, 12)
+    assert (sizes.count(3), sizes.count(4), len(sizes)) == (4, 2, 6)
     for product in orders.planted:
         assert len({block_of[feature] for feature in product.features}) == len(product.features)
     assert all(product.sign in (-1, 1) for world in WORLDS.values() for product in world.planted)

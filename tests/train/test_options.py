@@ -58,6 +58,12 @@ def test_regularization_of_rows(tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "cut", **{**whole, "train__max_steps": 2}))
     train(settings(tiny, tmp_path / "cut", **whole))
     assert table_checksums(tmp_path / "all") == table_checksums(tmp_path / "cut") != table_checksums(tmp_path / "decay")
+    each = {**few, **ours, "embedding__regularization__rows": "looked_up"}
+    train(settings(tiny, tmp_path / "each", **each))
+    counted = {**same, "stepped_rows": "looked_up"}
+    train(settings(tiny, tmp_path / "counted", **{**few, "embedding__optimizer": counted}))
+    assert table_checksums(tmp_path / "each") == table_checksums(tmp_path / "counted")
+    assert table_checksums(tmp_path / "each") != table_checksums(tmp_path / "decay")
     with pytest.raises(MesetaError, match="regularization on table 'user', whose row optimizer is 'ftrl'"):
         train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer={"name": "ftrl"}))
     with pytest.raises(MesetaError, match="sets weight_decay, l1 or stepped_rows itself"):

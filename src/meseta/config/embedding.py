@@ -90,7 +90,8 @@ class RegularizationConfig(Section):
     l1: float = Field(default=0.0, ge=0)
     """l1 * (sum of absolute values of the rows)."""
     rows: SteppedRows = "touched"
-    """Rows that are penalised: those that a batch reads, or 'all' of the table, which steps every row in every step."""
+    """Rows that are penalised: those that a batch reads, each once ('touched') or once for each of its lookups in the
+    global batch ('looked_up'), or 'all' of the table, which steps every row in every step."""
 
 
 class EmbeddingConfig(Section):

@@ -15,9 +15,10 @@ from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
 from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
-from meseta.spec import MesetaError
+from meseta.spec import InitSpec, MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.tables import InitKind
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 
@@ -125,6 +126,18 @@ class DenseOptimizerConfig(Section):
         return self
 
 
+class DenseInitConfig(Section):
+    kind: InitKind = "uniform"
+    """'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' equal to `scale`."""
+    scale: float
+    """Width, or value."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DenseInitConfig:
+        InitSpec(kind=self.kind, scale=self.scale)
+        return self
+
+
 class DenseConfig(Section):
     sharding: Literal["replicated", "fsdp"] = "replicated"
     """'replicated' holds all of the dense part on every rank; 'fsdp' cuts its parameters, gradients and moments over
@@ -139,6 +152,9 @@ class DenseConfig(Section):
     many times slower than float32."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of everything that is not a table."""
+    init: dict[str, DenseInitConfig] = Field(default={})
+    """How parameters start whose names a pattern meets, such as 'top_mlp.*.weight', where it is not as the model has
+    it; the last pattern counts of those that meet one. See docs/models.md."""
     schedule: ScheduleConfig | None = None
     """Its learning-rate schedule, where it is not that of the section schedule; replaces all of its keys."""
     clip_value: float | None = Field(default=None, gt=0)

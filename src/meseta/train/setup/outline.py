@@ -20,14 +20,18 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.models import make_model
 from meseta.models.base import OfDense, ScoringModel, before_of
+from meseta.models.initial import fill_named
 from meseta.models.own import own_model_class
-from meseta.spec import MesetaError
+from meseta.spec import InitSpec, MesetaError
 from meseta.train.setup.workload import PASSES, forward_flops
 
 
 def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """The model of a config on tables that take no memory yet. Raises MesetaError as `make_model` does."""
-    return make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
+    """The model of a config on tables that take no memory yet, its parameters as `dense.init` has them. Raises
+    MesetaError as `make_model` and `fill_named` do."""
+    model = make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
+    fill_named(model, {name: InitSpec(**init.model_dump()) for name, init in config.dense.init.items()}, config.seed)
+    return model
 
 
 def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:

@@ -9,10 +9,7 @@ from meseta.config.embedding import RegularizationConfig
 from meseta.config.widths import wanted_embedding_dim
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
-from meseta.spec.optimizer import USED_FIELDS
-
-COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
-"""Row optimizers to whose gradient a penalty is added."""
+from meseta.spec.optimizer import COUPLED
 
 
 def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
