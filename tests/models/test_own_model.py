@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meseta.config import ModelConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.models import make_model
 from meseta.models.base import before_of
 from meseta.spec import MesetaError

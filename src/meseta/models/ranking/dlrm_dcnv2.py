@@ -9,8 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import DLRMDCNv2Config
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.cross import LowRankCross
 from meseta.models.initial import fill_normal, fill_uniform
 from meseta.models.layers import MLP, MLPOptions, check_widths
@@ -87,3 +88,16 @@ class DLRMDCNv2(ScoringModel):
                 parameter.zero_()
             else:
                 fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, f"cross.{name}")
+
+
+def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelRequest) -> DLRMDCNv2:
+    """The model of a config."""
+    return DLRMDCNv2(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
+        top_mlp=config.top_mlp,
+        cross=(config.cross_layers, config.cross_low_rank),
+        options=request.options,
+        seed=request.seed,
+    )

@@ -9,9 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import AutoIntConfig
 from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, equal_width
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
@@ -84,3 +85,15 @@ class AutoInt(ScoringModel):
         self.head.bias.zero_()
         if self.deep_mlp is not None:
             fill_glorot(self.deep_mlp, seed)
+
+
+def make_autoint(config: AutoIntConfig, request: ModelRequest) -> AutoInt:
+    """The model of a config."""
+    return AutoInt(
+        request.embeddings,
+        num_dense=request.num_dense,
+        attention=(config.attention_layers, config.attention_heads, config.attention_dim),
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )
