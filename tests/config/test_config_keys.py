@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -108,10 +108,31 @@ def test_an_example_is_the_default_config(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def changed(value: Any) -> Any:
-    if isinstance(value, str):
-        return "none"
-    return (*value, 5) if isinstance(value, tuple) else value + 0.5 if isinstance(value, float) else value + 1
+BESIDE: dict[str, dict[str, Any]] = {
+    "cross_low_rank": {"cross": "low_rank"},
+    "cross_experts": {"cross": "mixture"},
+    "cross_activation": {"cross": "mixture"},
+    "attention_heads": {"interactions": {"self_attention": 4}},
+    "convolution_channels": {"interactions": {"convolution": 4}},
+    "masknet.structure": {"deep_mlp": ()},
+}
+"""Keys that change something beside other values than the defaults."""
+
+
+def changed(annotation: Any, value: Any) -> Any:
+    """Another value of a key."""
+    match value:
+        case bool():
+            return not value
+        case str():
+            return next(other for other in get_args(annotation) if other != value)
+        case tuple():
+            return (*value, "f0" if str in get_args(annotation) else 6)
+        case dict():
+            return {**value, "linear": 5}
+        case float():
+            return value + 0.5
+    return 2 * value
 
 
 def built(config: ModelConfig) -> object:
@@ -125,12 +146,12 @@ def built(config: ModelConfig) -> object:
 def test_an_example_has_the_keys_of_its_model_that_change_something(name: str) -> None:
     shown = set(yaml.safe_load(example(name))["model"]) - {"name"}
     config = ModelConfig(name=name)
-    alone = built(config)
     assert shown == set(type(config).model_fields) - {"name"}
     for key in shown:
-        value = getattr(config, key)
-        other = built(config.model_copy(update={key: True if value is False else changed(value)}))
-        assert other != alone, key
+        beside = BESIDE.get(f"{name}.{key}", BESIDE.get(key, {}) if set(BESIDE.get(key, {})) <= shown else {})
+        alone, annotation = config.model_copy(update=beside), type(config).model_fields[key].annotation
+        other = alone.model_copy(update={key: changed(annotation, getattr(alone, key))})
+        assert built(other) != built(alone), key
 
 
 def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:

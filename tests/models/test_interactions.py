@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.comm import BatchSlice, World
+from meseta.config.models.interactions import Interaction
 from meseta.measure.threads import threads
 from meseta.models import MLPOptions
 from meseta.models.cross import CrossShape
 from meseta.models.global_layers import LayerNorm, keep_mask
 from meseta.models.interactions.dcnv2 import DCNv2
-from meseta.models.interactions.dhen import DHEN, DHENShape, Interaction
+from meseta.models.interactions.dhen import DHEN, DHENShape
 from meseta.models.interactions.final import FinalBlock, FinalNet
 from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
 from meseta.models.interactions.gdcn import GDCN

@@ -1,6 +1,13 @@
 """Recommendation models: from the linear baseline to DLRM, and MMoE for several labels."""
 
 from meseta.models.factory import make_model
+from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.dhen import DHEN
+from meseta.models.interactions.final import FinalNet
+from meseta.models.interactions.finalmlp import FinalMLP
+from meseta.models.interactions.gdcn import GDCN
+from meseta.models.interactions.masknet import MaskNet
+from meseta.models.interactions.wukong import Wukong
 from meseta.models.layers import MLP, MLPOptions, fill_glorot
 from meseta.models.ranking.autoint import AutoInt
 from meseta.models.ranking.dlrm import DLRM
@@ -12,16 +19,23 @@ from meseta.models.ranking.wide_deep import WideDeep
 from meseta.models.ranking.xdeepfm import XDeepFM
 
 __all__ = [
+    "DHEN",
     "DLRM",
     "FM",
+    "GDCN",
     "MLP",
     "AutoInt",
+    "DCNv2",
     "DLRMDCNv2",
     "DeepFM",
+    "FinalMLP",
+    "FinalNet",
     "LogisticRegression",
     "MLPOptions",
     "MMoE",
+    "MaskNet",
     "WideDeep",
+    "Wukong",
     "XDeepFM",
     "fill_glorot",
     "make_model",

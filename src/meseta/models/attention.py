@@ -24,6 +24,10 @@ class InteractingLayer(nn.Module):
         width = num_heads * head_width
         self.query, self.key, self.value, self.residual = (BlankLinear(num_inputs, width, bias=False) for _ in range(4))
 
+    def extra_repr(self) -> str:
+        """Shown with the module."""
+        return f"num_heads={self.num_heads}"
+
     def forward(self, fields: Float[Tensor, "B M N"]) -> Float[Tensor, "B M width"]:
         """Each field after it has looked at all."""
         num_samples, num_fields, _ = fields.shape

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.interactions import Activation, CrossKind
 from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal
 from meseta.models.layers import BlankLinear, check_widths
 from meseta.ops.mlp import mlp
 from meseta.ops.sums import softmax
 
-CrossKind = Literal["full", "low_rank", "mixture"]
-Activation = Literal["tanh", "relu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
 
 
@@ -96,6 +94,10 @@ class MixtureCross(nn.Module):
         self.down = nn.ModuleList(BlankLinear(num_inputs, experts * rank, bias=False) for _ in layers)
         self.inner = nn.ParameterList(torch.empty(experts, rank, rank) for _ in layers)
         self.up = nn.ModuleList(BlankLinear(experts * rank, num_inputs) for _ in layers)
+
+    def extra_repr(self) -> str:
+        """Shown with the module."""
+        return f"activation={self.activate.__name__}"
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0

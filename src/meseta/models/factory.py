@@ -9,7 +9,7 @@ from torch import nn
 from meseta.config import ModelConfig
 from meseta.config.models import LayeredModelConfig, OwnModelConfig, model_sections
 from meseta.models.base import ModelRequest
-from meseta.models.layers import MLP, MLPOptions
+from meseta.models.layers import HiddenLayers, MLPOptions
 from meseta.models.own import make_own_model
 from meseta.models.registry import MODELS
 from meseta.spec import MesetaError
@@ -49,7 +49,7 @@ def make_model(
     hidden = config if isinstance(config, LayeredModelConfig) else LayeredModelConfig()
     options = MLPOptions(dtype=dtype, dropout=hidden.dropout, batch_norm=hidden.batch_norm, seed=seed)
     model = entry.build(config, ModelRequest(embeddings, num_dense, len(labels), seed, options))
-    num_hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, MLP))
+    num_hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, HiddenLayers))
     if not num_hidden and (options.dropout or options.batch_norm):
         raise MesetaError(
             f"model.name {config.name!r} has no hidden layer here, so that model.dropout and model.batch_norm change "

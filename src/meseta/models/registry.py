@@ -18,7 +18,23 @@ from meseta.config.models.classic import (
     WideDeepConfig,
     XDeepFMConfig,
 )
+from meseta.config.models.interactions import (
+    DCNv2Config,
+    DHENConfig,
+    FinalMLPConfig,
+    FinalNetConfig,
+    GDCNConfig,
+    MaskNetConfig,
+    WukongConfig,
+)
 from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.interactions.dcnv2 import make_dcnv2
+from meseta.models.interactions.dhen import make_dhen
+from meseta.models.interactions.final import make_final
+from meseta.models.interactions.finalmlp import make_finalmlp
+from meseta.models.interactions.gdcn import make_gdcn
+from meseta.models.interactions.masknet import make_masknet
+from meseta.models.interactions.wukong import make_wukong
 from meseta.models.ranking.autoint import make_autoint
 from meseta.models.ranking.dlrm import make_dlrm
 from meseta.models.ranking.dlrm_dcnv2 import make_dlrm_dcnv2
@@ -49,5 +65,12 @@ MODELS: dict[type[ModelConfig], ModelEntry] = {
     MMoEConfig: ModelEntry(make_mmoe, predicts_all_labels=True),
     WideDeepConfig: ModelEntry(make_wide_deep),
     XDeepFMConfig: ModelEntry(make_xdeepfm),
+    DCNv2Config: ModelEntry(make_dcnv2),
+    DHENConfig: ModelEntry(make_dhen),
+    FinalMLPConfig: ModelEntry(make_finalmlp),
+    FinalNetConfig: ModelEntry(make_final),
+    GDCNConfig: ModelEntry(make_gdcn),
+    MaskNetConfig: ModelEntry(make_masknet),
+    WukongConfig: ModelEntry(make_wukong),
 }
 """By the class of its section of a config."""

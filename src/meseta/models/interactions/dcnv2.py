@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from meseta.config.models.interactions import DCNv2Config, Structure
+from meseta.models.base import ModelRequest
 from meseta.models.cross import CrossShape, MixtureCross, make_cross
-from meseta.models.interactions.stacking import CrossAndDeep, Structure
+from meseta.models.interactions.stacking import CrossAndDeep
 from meseta.models.layers import MLPOptions
 
 
@@ -57,3 +59,23 @@ class DCNv2(CrossAndDeep):
         )
         if isinstance(self.cross, MixtureCross):
             self.cross.fill(seed, "cross")
+
+
+def make_dcnv2(config: DCNv2Config, request: ModelRequest) -> DCNv2:
+    """The model of a config."""
+    cross = CrossShape(
+        kind=config.cross,
+        num_layers=config.cross_layers,
+        low_rank=config.cross_low_rank,
+        num_experts=config.cross_experts,
+        activation=config.cross_activation,
+    )
+    return DCNv2(
+        request.embeddings,
+        num_dense=request.num_dense,
+        cross=cross,
+        structure=config.structure,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

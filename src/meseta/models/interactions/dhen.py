@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
 from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.cross import FullCross
 from meseta.models.fields import DenseVector, MixFields, equal_width
 from meseta.models.global_layers import LayerNorm
@@ -22,8 +23,6 @@ from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
-Interaction = Literal["self_attention", "cross", "dot", "linear", "convolution"]
-Ensemble = Literal["concat", "sum", "weighted"]
 KERNEL = 3
 """Vectors, and elements of a vector, that a convolution sees at once."""
 
@@ -233,3 +232,22 @@ def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:
             "DHEN: 'dot' multiplies pairs of vectors, and a layer here reads one vector alone; give interactions more "
             "vectors, or leave 'dot' out"
         )
+
+
+def make_dhen(config: DHENConfig, request: ModelRequest) -> DHEN:
+    """The model of a config."""
+    return DHEN(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=config.bottom_mlp,
+        shape=DHENShape(
+            num_layers=config.layers,
+            interactions=config.interactions,
+            ensemble=config.ensemble,
+            num_heads=config.attention_heads,
+            num_channels=config.convolution_channels,
+        ),
+        top_mlp=config.top_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
+from meseta.config.models.interactions import FinalNetConfig, Residual
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, MixFields, equal_width
 from meseta.models.layers import BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
 from meseta.spec import MesetaError
-
-Residual = Literal["concat", "sum"]
 
 
 class FinalBlock(HiddenLayers):
@@ -146,3 +145,16 @@ class FinalNet(ScoringModel):
         return torch.stack(
             [block(e.flatten(1), self.batch_slice) for block, e in zip(self.blocks, inputs, strict=False)], dim=1
         )
+
+
+def make_final(config: FinalNetConfig, request: ModelRequest) -> FinalNet:
+    """The model of a config."""
+    return FinalNet(
+        request.embeddings,
+        num_dense=request.num_dense,
+        blocks=[block for block in (config.first_block, config.second_block) if block],
+        residual=config.residual,
+        field_gate=config.field_gate,
+        options=request.options,
+        seed=request.seed,
+    )

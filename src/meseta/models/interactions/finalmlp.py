@@ -11,8 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.interactions import FinalMLPConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import INITIAL_STD
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
@@ -167,3 +168,19 @@ def _check_stream(name: str, stream: StreamShape, num_heads: int) -> None:
             f"FinalMLP: the last layer of {name} has {stream.mlp[-1]} outputs, which {num_heads} heads do not divide; "
             "make one a multiple of the other"
         )
+
+
+def make_finalmlp(config: FinalMLPConfig, request: ModelRequest) -> FinalMLP:
+    """The model of a config."""
+    return FinalMLP(
+        request.embeddings,
+        num_dense=request.num_dense,
+        streams=(
+            StreamShape(mlp=config.first_mlp, gate_mlp=config.gate_mlp, context=config.first_context),
+            StreamShape(mlp=config.second_mlp, gate_mlp=config.gate_mlp, context=config.second_context),
+        ),
+        feature_gates=config.feature_gates,
+        num_heads=config.fusion_heads,
+        options=request.options,
+        seed=request.seed,
+    )

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from meseta.config.models.interactions import GDCNConfig, Structure
+from meseta.models.base import ModelRequest
 from meseta.models.cross import GatedCross
-from meseta.models.interactions.stacking import CrossAndDeep, Structure
+from meseta.models.interactions.stacking import CrossAndDeep
 from meseta.models.layers import MLPOptions, check_widths
 
 
@@ -48,3 +50,16 @@ class GDCN(CrossAndDeep):
             options=options,
             seed=seed,
         )
+
+
+def make_gdcn(config: GDCNConfig, request: ModelRequest) -> GDCN:
+    """The model of a config."""
+    return GDCN(
+        request.embeddings,
+        num_dense=request.num_dense,
+        cross_layers=config.cross_layers,
+        structure=config.structure,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

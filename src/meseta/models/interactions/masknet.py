@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.comm import BatchSlice
+from meseta.config.models.interactions import MaskNetConfig, MaskStructure
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, equal_width
 from meseta.models.global_layers import LayerNorm
 from meseta.models.layers import MLP, BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
 from meseta.ops.mlp import mlp
 from meseta.spec import MesetaError
-
-MaskStructure = Literal["serial", "parallel"]
 
 
 class MaskBlock(nn.Module):
@@ -108,8 +107,8 @@ class MaskNet(ScoringModel):
             options: dropout behind blocks and in the MLP, batch norm in the MLP alone; all compute in its type.
             seed: key of the initial weights.
 
-        Raises MesetaError for tables of several widths, a width below 1, no block, layers on serial blocks, or a
-        feature without pooling.
+        Raises MesetaError for tables of several widths, a width below 1, no block, layers on serial blocks, batch
+        norm without layers for it, or a feature without pooling.
         """
         super().__init__(embeddings, num_dense)
         check_widths("MaskNet", "blocks and deep_mlp", [*blocks, *deep_mlp])
@@ -121,6 +120,11 @@ class MaskNet(ScoringModel):
                 "structure 'parallel'"
             )
         self.options = options or MLPOptions()
+        if self.options.batch_norm and not deep_mlp:
+            raise MesetaError(
+                "MaskNet: batch_norm is for hidden layers of the MLP on parallel blocks; there are none, and it would change "
+                "nothing; MaskBlocks have layer norms: leave it out"
+            )
         width = equal_width("MaskNet", self.dims)
         self.fields = Fields(num_dense, len(self.dims), width, seed)
         num_fields = self.fields.num_fields
@@ -141,3 +145,17 @@ class MaskNet(ScoringModel):
         vectors = self.options.in_dtype(self.fields.beside(x, pooled))
         hidden = self.blocks(vectors.flatten(1), self.norm(vectors).flatten(1), self.batch_slice)
         return cast(Tensor, self.deep_mlp(hidden, self.batch_slice)).squeeze(1)
+
+
+def make_masknet(config: MaskNetConfig, request: ModelRequest) -> MaskNet:
+    """The model of a config."""
+    return MaskNet(
+        request.embeddings,
+        num_dense=request.num_dense,
+        structure=config.structure,
+        blocks=config.mask_blocks,
+        reduction=config.mask_reduction,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.interactions import Structure
 from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
 from meseta.spec import MesetaError
-
-Structure = Literal["stacked", "parallel"]
 
 
 class CrossAndDeep(ScoringModel):

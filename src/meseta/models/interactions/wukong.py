@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
+from meseta.config.models.interactions import WukongConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import DenseVector, MixFields, equal_width
 from meseta.models.global_layers import LayerNorm
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
@@ -130,3 +131,22 @@ class Wukong(ScoringModel):
         for layer in self.layers:
             fields = layer(fields, self.batch_slice)
         return cast(Tensor, self.top_mlp(fields.flatten(1), self.batch_slice)).squeeze(1)
+
+
+def make_wukong(config: WukongConfig, request: ModelRequest) -> Wukong:
+    """The model of a config."""
+    return Wukong(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=config.bottom_mlp,
+        shape=WukongShape(
+            num_layers=config.layers,
+            fm_vectors=config.fm_vectors,
+            linear_vectors=config.linear_vectors,
+            rank=config.fm_rank,
+            fm_mlp=config.fm_mlp,
+        ),
+        top_mlp=config.top_mlp,
+        options=request.options,
+        seed=request.seed,
+    )
