@@ -18,6 +18,7 @@ from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from meseta.train.trainer import Trainer
+from model_parts import sizes_of
 
 SHAPES = {"user": 300, "item": 40, "city": 7, "tags": 60}
 """Rows per table of `tiny_data`."""
@@ -117,6 +118,8 @@ def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         for name in parents:
             section = section.setdefault(name, {})
         section[last] = value
+    if "name" in document["model"]:
+        document["model"] = sizes_of(document["model"]["name"], document["model"])
     return document
 
 

@@ -15,7 +15,7 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError

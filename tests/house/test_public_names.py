@@ -22,6 +22,9 @@ PUBLIC = {
         ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
         check_document load_config read_document set_default
     """,
+    "meseta.config.models": """
+        MODEL_NAMES LayeredModelConfig ModelConfig OwnModelConfig VectorModelConfig model_sections section_class
+    """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
     "meseta.data.parse_tsv": "parse_tsv",
@@ -36,7 +39,6 @@ PUBLIC = {
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
         AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep XDeepFM fill_glorot make_model
-        wanted_embedding_dim
     """,
     "meseta.ops.row_file": "DiskEngine EngineFacts FrozenRows RowFile RowFileCounters RowRead engine_facts",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from meseta.comm import BatchSlice, World
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from meseta.config.embedding import EmbeddingConfig
-from meseta.config.model import ModelConfig
+from meseta.config.models import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
@@ -428,7 +428,7 @@ class RunConfig(Section):
     """Refuse to start a run that is predicted to need more memory than is free."""
     data: DataConfig
     """What is read."""
-    model: ModelConfig = ModelConfig()
+    model: SerializeAsAny[ModelConfig] = ModelConfig()
     """What is trained."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tables learn."""
@@ -478,7 +478,7 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
             self.train.need_evaluations("schedule.kind 'plateau'")
-        if self.data.last_batch == "pad" and self.model.batch_norm:
+        if self.data.last_batch == "pad" and getattr(self.model, "batch_norm", False):
             raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
                              "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
         if self.embedding.dtype == "float64" and any(

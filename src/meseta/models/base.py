@@ -14,8 +14,24 @@ from meseta.comm import BatchSlice
 from meseta.embedding.flight import Flight
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
-from meseta.models.layers import check_dense, check_pooled, pooled_dims
+from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
 from meseta.spec import TableSpec
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a model of this package is built from, beside its section of a config."""
+
+    embeddings: nn.Module
+    """With `tables` and `features`."""
+    num_dense: int
+    """Dense inputs of a sample."""
+    num_tasks: int
+    """Labels to predict."""
+    seed: int
+    """Key of the initial weights."""
+    options: MLPOptions
+    """Of all MLPs."""
 
 
 @dataclass(frozen=True)

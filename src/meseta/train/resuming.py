@@ -188,7 +188,8 @@ def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator
     for key in keys:
         one, other = (value_at(document, key) for document in documents)
         if isinstance(one, dict):
-            yield from ((f"{key}.{name}", one[name], other[name]) for name in one if one[name] != other[name])
+            values = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
+            yield from ((f"{key}.{name}", was, now) for name, (was, now) in values.items() if was != now)
         elif one != other:
             yield key, one, other
 

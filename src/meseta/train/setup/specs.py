@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from meseta.config import RunConfig
 from meseta.config.embedding import RegularizationConfig
-from meseta.config.widths import wanted_embedding_dim
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
 from meseta.spec.optimizer import COUPLED
@@ -20,7 +19,6 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             if name not in known:
                 way_out = nearest(name, known)
                 raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")
-    dim = wanted_embedding_dim(config.model)
     tables, features = [], []
     for column in dataset.sparse:
         optimizer = OptimizerSpec(**config.embedding.optimizer_of(column.name))
@@ -28,7 +26,7 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             TableSpec(
                 name=column.name,
                 num_embeddings=column.num_embeddings,
-                embedding_dim=dim,
+                embedding_dim=config.model.table_width(),
                 dtype=config.embedding.dtype,
                 init=InitSpec(**config.embedding.init_of(column.name)),
                 optimizer=_penalised(column.name, optimizer, config.embedding.regularization),

@@ -9,8 +9,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import DLRMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.ops.dot_interaction import dot_interaction
@@ -96,3 +97,16 @@ def _check_equal_widths(dims: dict[str, int], width: int) -> None:
                 f"DLRM: the dot interaction needs vectors of one width, but feature {feature!r} has embedding_dim "
                 f"{dim} and the bottom MLP ends with {width}; make them equal, or use interaction='none'"
             )
+
+
+def make_dlrm(config: DLRMConfig, request: ModelRequest) -> DLRM:
+    """The model of a config."""
+    return DLRM(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
+        top_mlp=config.top_mlp,
+        interaction=config.interaction,
+        options=request.options,
+        seed=request.seed,
+    )

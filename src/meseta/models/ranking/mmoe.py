@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import MMoEConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
 from meseta.ops.sums import softmax
@@ -91,3 +92,16 @@ class MMoE(ScoringModel):
         for index, gate in enumerate(self.gates):
             weight = gate.get_parameter("weight")
             fill_normal(weight, (2.0 / sum(weight.shape)) ** 0.5, seed, f"gates.{index}.weight")
+
+
+def make_mmoe(config: MMoEConfig, request: ModelRequest) -> MMoE:
+    """The model of a config."""
+    return MMoE(
+        request.embeddings,
+        num_dense=request.num_dense,
+        num_tasks=request.num_tasks,
+        experts=(config.expert_mlp,) * config.num_experts,
+        tower_mlp=config.tower_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

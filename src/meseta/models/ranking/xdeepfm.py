@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meseta.config.models.classic import XDeepFMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, FirstOrder, equal_width, split_weights
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
@@ -99,3 +100,15 @@ class XDeepFM(ScoringModel):
         fields = torch.cat([of_dense, vectors], dim=1)
         linear = weighted + weights.sum(dim=1) + self.cin_head(self.cin(fields)).squeeze(1)
         return linear + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
+
+
+def make_xdeepfm(config: XDeepFMConfig, request: ModelRequest) -> XDeepFM:
+    """The model of a config."""
+    return XDeepFM(
+        request.embeddings,
+        num_dense=request.num_dense,
+        cin_layers=config.cin_layers,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import WideDeepConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import FirstOrder, equal_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
@@ -57,3 +58,14 @@ class WideDeep(ScoringModel):
         weighted, dense = x
         deep = torch.cat([dense, vectors.flatten(1)], dim=1)
         return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
+
+
+def make_wide_deep(config: WideDeepConfig, request: ModelRequest) -> WideDeep:
+    """The model of a config."""
+    return WideDeep(
+        request.embeddings,
+        num_dense=request.num_dense,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

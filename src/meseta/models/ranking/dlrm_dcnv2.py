@@ -9,26 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import DLRMDCNv2Config
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.cross import LowRankCross
 from meseta.models.initial import fill_normal, fill_uniform
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths
+from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.spec import MesetaError
-
-
-class LowRankCross(nn.Module):
-    """Cross layers of low rank (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
-
-    def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
-        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
-
-    def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
-        x = x0
-        for down, up in zip(self.down, self.up, strict=True):
-            x = torch.addcmul(x, x0, up(down(x)))
-        return x
 
 
 class DLRMDCNv2(ScoringModel):
@@ -101,3 +88,16 @@ class DLRMDCNv2(ScoringModel):
                 parameter.zero_()
             else:
                 fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, f"cross.{name}")
+
+
+def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelRequest) -> DLRMDCNv2:
+    """The model of a config."""
+    return DLRMDCNv2(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
+        top_mlp=config.top_mlp,
+        cross=(config.cross_layers, config.cross_low_rank),
+        options=request.options,
+        seed=request.seed,
+    )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import DeepFMConfig, FMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, FirstOrder, equal_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
@@ -88,3 +89,23 @@ class DeepFM(FM):
         fields = torch.cat([of_dense, vectors], dim=1)
         shallow = weighted + weights.sum(dim=1) + sum_over_pairs(fields)
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
+
+
+def make_fm(config: FMConfig, request: ModelRequest) -> FM:
+    """The model of a config."""
+    return FM(
+        request.embeddings,
+        num_dense=request.num_dense,
+        seed=request.seed,
+    )
+
+
+def make_deepfm(config: DeepFMConfig, request: ModelRequest) -> DeepFM:
+    """The model of a config."""
+    return DeepFM(
+        request.embeddings,
+        num_dense=request.num_dense,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

@@ -7,8 +7,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meseta.config.models.classic import LogisticRegressionConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ScoringModel
+from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.layers import BlankLinear
 from meseta.spec import MesetaError
 
@@ -43,3 +44,11 @@ class LogisticRegression(ScoringModel):
     def logits(self, x: Float[Tensor, "B 1"], pooled: Float[Tensor, "B num_features"]) -> Float[Tensor, " B"]:
         """The sum of all weights."""
         return x.squeeze(1) + pooled.sum(dim=1)
+
+
+def make_logistic_regression(config: LogisticRegressionConfig, request: ModelRequest) -> LogisticRegression:
+    """The model of a config."""
+    return LogisticRegression(
+        request.embeddings,
+        num_dense=request.num_dense,
+    )
