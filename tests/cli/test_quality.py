@@ -54,7 +54,9 @@ def test_a_suite_that_was_interrupted_goes_on_and_two_copies_differ_nowhere(
     num_told = len(trained)
     assert "[6/6]" in text and f"report: {out / 'quality.html'}" in text
     [ground] = json.loads((out / "quality.json").read_text())["grounds"]
-    assert [one["over_seeds"] for one in ground["differences"]] == [{"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}] * 3
+    assert [one["over_seeds"] for one in ground["differences"]] == [
+        {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    ] * 3
     assert {one["better"] for one in ground["differences"]} == {None}
     _check_runs(out / "orders-S1", ground)
     assert run(*arguments)[0] == 0 and len(trained) == num_told

@@ -18,9 +18,9 @@ from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
-    from meseta.report.quality.outcome import Ground, QualityOutcome
+    from meseta.report.quality.outcome import QualityOutcome
     from meseta.train.quality.study import Round, Study, SuiteRun
-    from meseta.train.quality.suite import SuiteDataset, SuiteWorld
+    from meseta.train.quality.suite import SuiteEntry
 
 Suite = Annotated[Path, typer.Argument(metavar="SUITE", help="YAML file of the suite, see docs/quality.md.")]
 Out = Annotated[Path, typer.Option(help="Folder of the suite; the same command goes on in it.")]
@@ -63,9 +63,7 @@ class _Work:
         self._study, self._num_workers = study, num_workers
         self._signals = StopSignals()
         self._signals.install()
-        suite = study.suite
-        per_config = len(study.entries) * (suite.trials + suite.seeds)
-        self._num_runs = per_config * len(suite.configs)
+        self._num_runs = study.num_runs
         self._num_done = self._num_timed = 0
         self._seconds = 0.0
         self._checked = False
@@ -87,8 +85,9 @@ class _Work:
             return
         self._checked = True
         print("trying the configs on the columns of the data", file=sys.stderr, flush=True)
-        for ground, entry in self._study.entries:
-            self._one(f"{ground.name}: configs", self._study.out / "check.log", partial(_check, self._study, ground, entry))
+        for entry in self._study.suite.entries:
+            name, log = f"{entry.ground.name}: configs", self._study.out / "check.log"
+            self._one(name, log, partial(_check, self._study, entry))
 
     def _make_rows(self, one: Round) -> None:
         """Of a world, with the copy of what its truth reaches."""
@@ -162,13 +161,13 @@ def _start_work(work: Callable[[], object], out: int) -> BaseProcess:
     return start_work(work, "meseta quality", out=out, err=out)
 
 
-def _check(study: Study, ground: Ground, entry: SuiteWorld | SuiteDataset) -> None:
+def _check(study: Study, entry: SuiteEntry) -> None:
     """In a process of its own: the first training of each config on the columns of the data."""
     from meseta.train.quality.fitting import PROBE_ROWS, check_fits
     from meseta.train.quality.suite import SuiteWorld
     from meseta.train.quality.worlds import ROWS, make_world
 
-    runs = study.first_runs(ground)
+    runs = study.first_runs(entry)
     if not isinstance(entry, SuiteWorld):
         check_fits(runs, runs[0].data)
         return

@@ -23,7 +23,6 @@ from meseta.train.trainer import Trainer
 from small_run import settings, tiny_with_valid, write_config
 
 
-
 def run_of(folder: Path, data: Path, truth: Path | None = None, **changes: Any) -> SuiteRun:
     """Of a config whose settings are given as `settings` takes them."""
     config = write_config(folder / "c.yaml", settings(data, folder / "run", train__max_steps=3, **changes))
@@ -49,7 +48,7 @@ def test_what_the_data_lack_is_told_with_the_config(
 ) -> None:
     data = tiny_with_valid(tiny)
     check_fits([run_of(tmp_path, data)], data)
-    with pytest.raises(MesetaError, match="^quality: config 'one' does not fit 'tiny': ") as caught:
+    with pytest.raises(MesetaError, match=r"^quality: config 'one' does not fit 'tiny': ") as caught:
         check_fits([run_of(tmp_path, data, **changes)], data)
     assert words in str(caught.value)
 
@@ -79,5 +78,5 @@ def test_truth_of_other_rows_is_refused_and_leaves_no_score(tiny: Path, tmp_path
         score(run)
     assert not run.score_file.exists()
     (truth / TRUTH).unlink()
-    with pytest.raises(MesetaError, match="cannot be read .*; delete"):
+    with pytest.raises(MesetaError, match=r"cannot be read .*; delete"):
         score(run)

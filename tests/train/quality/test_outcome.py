@@ -146,9 +146,7 @@ def test_files_hold_the_outcome(tmp_path: Path) -> None:
 
 def test_names_of_strangers_are_shown_as_text(tmp_path: Path) -> None:
     [ground] = compare([(Ground(name="<b>g"), [scores("<i>", WEAK), scores("a|b", GOOD)])], {})
-    found = QualityOutcome(
-        name="<s>", reference="<i>", num_trials=0, num_seeds=1, grounds=(ground,), problems=("<u>",)
-    )
+    found = QualityOutcome(name="<s>", reference="<i>", num_trials=0, num_seeds=1, grounds=(ground,), problems=("<u>",))
     write_outcome(found, tmp_path)
     page = (tmp_path / PAGE_NAME).read_text()
     assert not any(mark in page for mark in ("<b>g", "<i>", "<s>", "<u>"))

@@ -35,7 +35,7 @@ def figures(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_that_come_more_than_once_count_as_often(weighted: bool) -> None:
     logits, labels, weights = predictions(3)
-    rows = RowFigures.of(logits, labels, weights if weighted else None)
+    rows = RowFigures.of(logits, labels, weights if weighted else np.ones(1))
     draw = np.random.default_rng(5)
     for picked in (np.arange(NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS)):
         found = rows.figures(np.bincount(picked, minlength=NUM_ROWS))
@@ -44,7 +44,7 @@ def test_rows_that_come_more_than_once_count_as_often(weighted: bool) -> None:
 
 
 def test_one_class_alone_has_no_figures() -> None:
-    found = RowFigures.of(np.array([0.1, 0.2]), np.array([1.0, 1.0])).figures(np.array([1, 1]))
+    found = RowFigures.of(np.array([0.1, 0.2]), np.array([1.0, 1.0]), np.ones(1)).figures(np.array([1, 1]))
     assert np.isnan(found["auc"]) and np.isnan(found["ne"])
 
 
@@ -59,7 +59,7 @@ def runs(folder: Path, names: dict[str, list[int]]) -> dict[str, dict[int, Suite
             )  # fmt: skip
             run.logits_file.parent.mkdir(exist_ok=True)
             logits, labels, _ = predictions(number)
-            np.savez(run.logits_file, logits=logits, labels=labels)
+            np.savez(run.logits_file, logits=logits, labels=labels, weights=np.ones(1))
             found.setdefault(name, {})[seed] = run
     return found
 

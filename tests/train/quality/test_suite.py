@@ -61,9 +61,9 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
     assert [*suite.fresh_seeds] == [8, 9, 10]
     study = Study(suite, "suite", tmp_path / "out")
     study.open()
-    [(ground, entry)] = study.entries
-    assert {run.seed for run in study.tuning(ground, entry).runs} == {7}
-    assert not any(run.reads_test for run in study.tuning(ground, entry).runs)
+    [entry] = study.suite.entries
+    assert {run.seed for run in study.tuning(entry).runs} == {7}
+    assert not any(run.reads_test for run in study.tuning(entry).runs)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
         ({"worlds": [{"world": "pairs", "strength": 1.5}]}, "less than or equal to 1"),
         ({"worlds": [{"world": "pairs", "strength": -0.1}]}, "greater than or equal to 0"),
         ({"worlds": [{"world": "pairs", "strenght": 1}]}, "unknown key 'worlds.0.strenght'; did you mean 'strength'?"),
-        ({"worlds": [{"world": "pairs"}, {"world": "pairs", "rows": 5000}]}, "'pairs S=1' is there twice"),
+        ({"worlds": [{"world": "pairs"}, {"world": "pairs", "rows": 5000}]}, "'pairs-S1' is there twice"),
         ({"worlds": None}, "nothing to train on"),
         ({"worlds": None, "datasets": [{"dir": "nowhere"}]}, "cannot read dataset.json"),
         ({"configs": {"a": {}}}, "configs"),
@@ -113,8 +113,8 @@ def test_a_folder_is_taken_up_again_and_other_trainings_are_refused(tmp_path: Pa
 def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path: Path) -> None:
     study = Study(suite_of(tmp_path), "suite", tmp_path / "out")
     study.open()
-    [(ground, entry)] = study.entries
-    study.tuning(ground, entry).missing()
+    [entry] = study.suite.entries
+    study.tuning(entry).missing()
     other = Study(suite_of(tmp_path, tune={"dense.optimizer.lr": "uniform(1, 2)"}), "suite", tmp_path / "out")
     with pytest.raises(MesetaError, match="holds what was trained otherwise"):
-        other.tuning(ground, entry).missing()
+        other.tuning(entry).missing()

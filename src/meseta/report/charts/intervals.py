@@ -30,8 +30,10 @@ class IntervalRow:
 
 
 def interval_rows(title: str, rows: Sequence[IntervalRow]) -> str:
-    """A row for each: its name, a bar from low to high, a dot in the middle; what has no bounds is a dot alone. An empty
-    string where there is nothing to draw."""
+    """A row for each: its name, a bar from low to high, a dot in the middle; what has no bounds is a dot alone.
+
+    Returns an empty string where there is nothing to draw.
+    """
     rows = [row for row in rows if math.isfinite(row.middle)]
     if not rows:
         return ""

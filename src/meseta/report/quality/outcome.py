@@ -205,9 +205,7 @@ def compare(grounds: Sequence[tuple[Ground, Sequence[ConfigScores]]], over_rows:
     ]
 
 
-def _differences(
-    ground: Ground, configs: Sequence[ConfigScores], over_rows: Resampled
-) -> list[PairedDifference]:
+def _differences(ground: Ground, configs: Sequence[ConfigScores], over_rows: Resampled) -> list[PairedDifference]:
     found = []
     for first, second in itertools.combinations(configs, 2):
         for metric in QUALITY:

@@ -68,7 +68,9 @@ def _chart(outcome: GroundOutcome, reference: str, metric: Metric) -> str:
     rows = [_interval_row(one) for one in found if one is not None]
     drawn = interval_rows(f"{metric.name} less that of {reference}", rows)
     better = "lower" if metric.better == "lower" else "higher"
-    return tag("figure", tag("figcaption", tag("b", text(metric.name)), f", {better} is better"), drawn) if drawn else ""
+    return (
+        tag("figure", tag("figcaption", tag("b", text(metric.name)), f", {better} is better"), drawn) if drawn else ""
+    )
 
 
 def _interval_row(one: PairedDifference) -> IntervalRow:

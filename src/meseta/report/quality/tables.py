@@ -15,7 +15,6 @@ from meseta.report.quality.outcome import (
     QualityOutcome,
 )
 from meseta.report.quality.statistics import Interval
-from meseta.telemetry.figures import Metric
 from meseta.telemetry.shown import ABSENT, count, fixed, plural, short, signed
 
 DECIMALS = 5
@@ -50,8 +49,9 @@ def configs_table(outcome: GroundOutcome, reference: str) -> CellTable:
             *(fixed(config.mean(metric), DECIMALS) for metric in metrics),
             *ratio,
             str(len(config.scores)),
-            *(count(score and getattr(score, name)) for name in ("num_dense_parameters", "num_table_parameters")),
-            short(score and score.flops_per_sample),
+            *([ABSENT] * 3 if score is None else [
+                count(score.num_dense_parameters), count(score.num_table_parameters), short(score.flops_per_sample),
+            ]),
             count(config.samples_per_s),
         ])  # fmt: skip
     best = outcome.ground.best_reachable
@@ -137,8 +137,8 @@ def chosen_table(outcome: GroundOutcome) -> CellTable:
 def intro(outcome: QualityOutcome) -> str:
     """What the figures are and what 'better' means here, in a paragraph."""
     trials = (
-        f"Each config's settings were chosen among {plural(outcome.num_trials, 'trial')} by the valid split of a seed of "
-        "its own" if outcome.num_trials else "No config was tuned"
+        f"Each config's settings were chosen among {plural(outcome.num_trials, 'trial')}, by the valid split of a seed "
+        "that is not used again" if outcome.num_trials else "No config was tuned"
     )  # fmt: skip
     return (
         f"{trials}; then it was trained on {plural(outcome.num_seeds, 'fresh seed')}, and read the test split once. "

@@ -20,8 +20,10 @@ PROBE_ROWS = 1000
 
 
 def check_fits(runs: Sequence[SuiteRun], data: Path) -> None:
-    """Raise MesetaError, naming the config and the ground, for the first whose config asks for what `data` lack. Nothing
-    is trained, and no table is made."""
+    """Raise MesetaError, naming the config and the ground, for the first whose config asks for what `data` lack.
+
+    Nothing is trained, and no table is made.
+    """
     world = World.single("cpu")
     for run in runs:
         config = load_config(run.config, [*run.overrides, f"data.dir={json.dumps(str(data))}"])
@@ -36,8 +38,8 @@ def _check(config: RunConfig, world: World) -> None:
     dataset.check_labels()
     if len(dataset.labels) > 1:
         raise MesetaError(
-            f"it learns the labels {', '.join(map(repr, dataset.labels))}, and a suite compares one; set data.labels to "
-            "one of them"
+            f"it learns the labels {', '.join(map(repr, dataset.labels))}, and a suite compares one; set data.labels "
+            "to one of them"
         )
     plan_model(config, dataset, world)
     task_weights(config, dataset)

@@ -8,7 +8,6 @@ from meseta.report.quality.outcome import QualityOutcome, Resampled, compare
 from meseta.report.quality.statistics import Interval
 from meseta.train.quality.resampling import over_rows
 from meseta.train.quality.study import Study
-from meseta.train.quality.suite import SuiteDataset
 
 
 def outcome_of(study: Study, problems: Sequence[str]) -> QualityOutcome:
@@ -28,8 +27,7 @@ def outcome_of(study: Study, problems: Sequence[str]) -> QualityOutcome:
 def _resampled(study: Study) -> Resampled:
     """Of the datasets, whose truth is not known."""
     found: dict[tuple[str, str, str, str], Interval] = {}
-    for ground, entry in study.entries:
-        if isinstance(entry, SuiteDataset):
-            runs = {name: study.scored(ground, entry, name) for name in study.suite.configs}
-            found |= over_rows(ground.name, runs, study.suite.resamples, study.suite.first_seed)
+    for entry in study.suite.datasets:
+        runs = {name: study.scored(entry, name) for name in study.suite.names_on(entry)}
+        found |= over_rows(entry.ground.name, runs, study.suite.resamples, study.suite.first_seed)
     return found

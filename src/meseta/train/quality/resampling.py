@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +36,16 @@ class RowFigures:
     """[n]"""
 
     @classmethod
-    def of(cls, logits: NDArray[np.floating], labels: NDArray[np.floating], weights: NDArray[np.floating] | None = None) -> RowFigures:
-        """Of [n] logits and labels; `weights` [n] None: all weigh the same."""
+    def of(
+        cls, logits: NDArray[np.floating], labels: NDArray[np.floating], weights: NDArray[np.floating]
+    ) -> RowFigures:
+        """Of [n] logits and labels; `weights` [n], or [1] where all weigh the same."""
         order = np.argsort(logits, kind="stable")
         starts = np.flatnonzero(np.diff(logits[order], prepend=np.nan) != 0)
         positive = labels > 0.5
         z = logits.astype(np.float64)
         losses = np.where(positive, np.logaddexp(0.0, -z), np.logaddexp(0.0, z))
-        return cls(order, starts, positive, losses, np.ones(len(z)) if weights is None else weights.astype(np.float64))
+        return cls(order, starts, positive, losses, np.broadcast_to(weights.astype(np.float64), z.shape))
 
     def figures(self, times: NDArray[np.int64]) -> dict[str, float]:
         """NE and AUC, as meseta.train.metrics defines them, where row i is there times[i] times; nan where one class is
@@ -61,9 +64,10 @@ class RowFigures:
 
 
 def over_rows(ground: str, runs: Mapping[str, Mapping[int, SuiteRun]], num_resamples: int, seed: int) -> Resampled:
-    """How the mean over seeds of each paired difference varies when the test rows are drawn anew: a normal interval with
-    the standard error of the bootstrap (Efron and Tibshirani, 1993, section 6). Every resample draws the same rows for
-    all configs and seeds.
+    """How the mean over seeds of each paired difference varies when the test rows are drawn anew.
+
+    A normal interval with the standard error of the bootstrap (Efron and Tibshirani, 1993, section 6). Every resample
+    draws the same rows for all configs and seeds.
 
     Args:
         ground: name of the dataset.
@@ -94,11 +98,13 @@ def over_rows(ground: str, runs: Mapping[str, Mapping[int, SuiteRun]], num_resam
 
 def _deviation(values: Sequence[float]) -> float:
     """Of those that are defined; without bound where fewer than two are."""
-    known = [value for value in values if value == value]
+    known = [value for value in values if math.isfinite(value)]
     return statistics.stdev(known) if len(known) > 1 else float("inf")
 
 
 def _read(run: SuiteRun) -> RowFigures:
     """Raises MesetaError where its predictions cannot be read."""
-    found = read_arrays(run.logits_file, f"delete {str(run.score_file)!r} and the run beside it, which is trained again")
-    return RowFigures.of(found["logits"], found["labels"], found.get("weights"))
+    found = read_arrays(
+        run.logits_file, f"delete {str(run.score_file)!r} and the run beside it, which is trained again"
+    )
+    return RowFigures.of(found["logits"], found["labels"], found["weights"])

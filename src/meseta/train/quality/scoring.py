@@ -51,7 +51,7 @@ def score(run: SuiteRun) -> None:
             samples_per_s=None if summary is None else summary.samples_per_s,
         )
     if run.truth is None:
-        np.savez(run.logits_file, logits=logits, labels=labels, **({} if weights is None else {"weights": weights}))
+        np.savez(run.logits_file, logits=logits, labels=labels, weights=np.ones(1) if weights is None else weights)
     write_whole(run.score_file, json.dumps(found.to_dict(), indent=1) + "\n")
     run.forget_weights()
 

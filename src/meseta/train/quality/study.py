@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from meseta.machine.files import parse_json, plain_data, read_bounded, write_who
 from meseta.report.quality.outcome import ConfigScores, Ground, SeedScore
 from meseta.spec import MesetaError
 from meseta.telemetry.splits import TEST, VALID
-from meseta.train.quality.suite import Suite, SuiteDataset, SuiteWorld, folder_of
+from meseta.train.quality.suite import Suite, SuiteDataset, SuiteEntry, SuiteWorld, folder_of
 from meseta.train.quality.worlds import BEST, ROWS
 from meseta.train.sweep.sweep import Result, Trial, rank
 
@@ -127,11 +126,6 @@ class Study:
     def __init__(self, suite: Suite, name: str, out: Path) -> None:
         self.suite, self.name, self.out = suite, name, out
 
-    @cached_property
-    def entries(self) -> list[tuple[Ground, SuiteWorld | SuiteDataset]]:
-        """What the suite trains on."""
-        return [(entry.ground, entry) for entry in (*self.suite.worlds, *self.suite.datasets)]
-
     def open(self) -> None:
         """Make the folder, or take it up again; nothing is made where a config is wrong.
 
@@ -139,16 +133,19 @@ class Study:
         which something of the same name was trained otherwise.
         """
         documents = {name: self._document(name) for name in self.suite.configs}
-        for entry in self.suite.datasets:
-            _check_splits(entry.dir)
+        for dataset in self.suite.datasets:
+            _check_splits(dataset.dir)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise MesetaError(f"quality: {str(self.out)!r} cannot be made: {error.strerror}; choose another --out") from None
-        for ground, entry in self.entries:
-            folder = self.out / folder_of(ground.name)
+            raise MesetaError(
+                f"quality: {str(self.out)!r} cannot be made: {error.strerror}; choose another --out"
+            ) from None
+        for entry in self.suite.entries:
+            folder = self._folder(entry.ground)
             claim(folder / "ground.json", _identity(entry))
-            for name, document in documents.items():
+            for name in self.suite.names_on(entry):
+                document = documents[name]
                 config = folder / folder_of(name) / "config.yaml"
                 claim(config.with_name("document.json"), document)
                 write_whole(config, yaml.safe_dump(document, sort_keys=False))
@@ -173,48 +170,55 @@ class Study:
         set_default(document, "num_threads", 1)
         return dict(plain_data(document))
 
+    @property
+    def num_runs(self) -> int:
+        """Trainings in all."""
+        num_configs = sum(len(self.suite.names_on(entry)) for entry in self.suite.entries)
+        return num_configs * (self.suite.trials + self.suite.seeds)
+
     def rounds(self) -> Iterator[Round]:
         """All of them in order: of each ground the trials, then a fresh seed after the other. Those after the trials
         are asked for when the trials are done, since they take what those have chosen."""
-        for ground, entry in self.entries:
+        for entry in self.suite.entries:
             if self.suite.trials:
-                yield self.tuning(ground, entry)
+                yield self.tuning(entry)
             for seed in self.suite.fresh_seeds:
-                yield self.fresh(ground, entry, seed)
+                yield self.fresh(entry, seed)
 
-    def tuning(self, ground: Ground, entry: SuiteWorld | SuiteDataset) -> Round:
+    def tuning(self, entry: SuiteEntry) -> Round:
         """The trials of all configs, in turns, so that none is ahead of the others."""
-        settings = {name: self.suite.settings(name) for name in self.suite.configs}
+        settings = {name: self.suite.settings(name) for name in self.suite.names_on(entry)}
         runs = [
-            self._run(ground, entry, name, settings[name][number], number)
+            self._run(entry, name, own[number], number)
             for number in range(self.suite.trials)
-            for name in self.suite.configs
+            for name, own in settings.items()
         ]
-        return self._round(entry, ground, self.suite.first_seed, runs)
+        return self._round(entry, self.suite.first_seed, runs)
 
-    def fresh(self, ground: Ground, entry: SuiteWorld | SuiteDataset, seed: int) -> Round:
+    def fresh(self, entry: SuiteEntry, seed: int) -> Round:
         """Each config with the settings that its trials have chosen; without those whose trials have all failed."""
         runs = []
-        for name in self.suite.configs:
-            chosen = self.chosen(ground, entry, name)
+        for name in self.suite.names_on(entry):
+            chosen = self.chosen(entry, name)
             if chosen is not None:
-                runs.append(self._run(ground, entry, name, chosen, seed, reads_test=True))
-        return self._round(entry, ground, seed, runs)
+                runs.append(self._run(entry, name, chosen, seed, reads_test=True))
+        return self._round(entry, seed, runs)
 
-    def _round(
-        self, entry: SuiteWorld | SuiteDataset, ground: Ground, seed: int, runs: Sequence[SuiteRun]
-    ) -> Round:
+    def _round(self, entry: SuiteEntry, seed: int, runs: Sequence[SuiteRun]) -> Round:
         world = entry if isinstance(entry, SuiteWorld) else None
-        return Round(world=world, seed=seed, folder=self._folder(entry, ground, seed), runs=tuple(runs))
+        return Round(world=world, seed=seed, folder=self._rows(entry, seed), runs=tuple(runs))
 
-    def _folder(self, entry: SuiteWorld | SuiteDataset, ground: Ground, seed: int) -> Path:
+    def _rows(self, entry: SuiteEntry, seed: int) -> Path:
         """Of the rows."""
-        return entry.dir if isinstance(entry, SuiteDataset) else self.out / folder_of(ground.name) / f"world-{seed}"
+        return entry.dir if isinstance(entry, SuiteDataset) else self._folder(entry.ground) / f"world-{seed}"
+
+    def _folder(self, ground: Ground) -> Path:
+        """Of all that was trained there."""
+        return self.out / folder_of(ground.name)
 
     def _run(
         self,
-        ground: Ground,
-        entry: SuiteWorld | SuiteDataset,
+        entry: SuiteEntry,
         name: str,
         settings: Mapping[str, Any],
         number: int,
@@ -222,13 +226,13 @@ class Study:
         reads_test: bool = False,
     ) -> SuiteRun:
         """`number`: of the trial, or the seed of one that reads test."""
-        folder = self.out / folder_of(ground.name) / folder_of(name)
+        folder = self._folder(entry.ground) / folder_of(name)
         seed = number if reads_test else self.suite.first_seed
-        rows = self._folder(entry, ground, seed)
+        rows = self._rows(entry, seed)
         is_world = isinstance(entry, SuiteWorld)
         run_dir = folder / (f"seed-{seed}" if reads_test else f"trial-{number:03d}")
         return SuiteRun(
-            ground=ground,
+            ground=entry.ground,
             name=name,
             config=folder / "config.yaml",
             trial=Trial(number, settings, run_dir),
@@ -238,40 +242,39 @@ class Study:
             reads_test=reads_test,
         )
 
-    def chosen(self, ground: Ground, entry: SuiteWorld | SuiteDataset, name: str) -> dict[str, Any] | None:
+    def chosen(self, entry: SuiteEntry, name: str) -> dict[str, Any] | None:
         """The settings of the best trial by the valid split; None where none has ended."""
         if not self.suite.trials:
             return {}
-        runs = [run for run in self.tuning(ground, entry).runs if run.name == name]
+        runs = [run for run in self.tuning(entry).runs if run.name == name]
         results = [Result(run.trial, run.trial.summary()) for run in runs]
         best = rank(results, self.suite.choose_by)[0]
         return None if best.figure(self.suite.choose_by) is None else dict(best.trial.settings)
 
-    def first_runs(self, ground: Ground) -> list[SuiteRun]:
+    def first_runs(self, entry: SuiteEntry) -> list[SuiteRun]:
         """One training of each config on a ground."""
-        entry = next(entry for one, entry in self.entries if one.name == ground.name)
-        settings = {name: (self.suite.settings(name) or [{}])[0] for name in self.suite.configs}
-        return [self._run(ground, entry, name, own, 0) for name, own in settings.items()]
+        settings = {name: (self.suite.settings(name) or [{}])[0] for name in self.suite.names_on(entry)}
+        return [self._run(entry, name, own, 0) for name, own in settings.items()]
 
-    def scored(self, ground: Ground, entry: SuiteWorld | SuiteDataset, name: str) -> dict[int, SuiteRun]:
+    def scored(self, entry: SuiteEntry, name: str) -> dict[int, SuiteRun]:
         """Trainings of a config that were scored, by seed."""
-        chosen = self.chosen(ground, entry, name)
+        chosen = self.chosen(entry, name)
         if chosen is None:
             return {}
-        runs = {seed: self._run(ground, entry, name, chosen, seed, reads_test=True) for seed in self.suite.fresh_seeds}
+        runs = {seed: self._run(entry, name, chosen, seed, reads_test=True) for seed in self.suite.fresh_seeds}
         return {seed: run for seed, run in runs.items() if run.is_done()}
 
     def scores(self) -> list[tuple[Ground, list[ConfigScores]]]:
         """What is done so far, in the order of the suite."""
         found = []
-        for ground, entry in self.entries:
+        for entry in self.suite.entries:
             configs = []
-            for name in self.suite.configs:
-                runs = self.scored(ground, entry, name)
+            for name in self.suite.names_on(entry):
+                runs = self.scored(entry, name)
                 scores = {seed: score for seed, run in runs.items() if (score := run.score()) is not None}
-                chosen = self.chosen(ground, entry, name) or {}
+                chosen = self.chosen(entry, name) or {}
                 configs.append(ConfigScores(name=name, scores=scores, chosen=chosen))
-            found.append((self._with_best(ground), configs))
+            found.append((self._with_best(entry.ground), configs))
         return found
 
     def keep_best(self, one: Round) -> None:
@@ -287,7 +290,7 @@ class Study:
         return Ground(**{**vars(ground), "best_reachable": means})
 
     def _best_file(self, ground: Ground, seed: int) -> Path:
-        return self.out / folder_of(ground.name) / f"world-{seed}-{BEST}"
+        return self._folder(ground) / f"world-{seed}-{BEST}"
 
 
 def claim(file: Path, document: Mapping[str, Any]) -> None:
@@ -308,13 +311,16 @@ def claim(file: Path, document: Mapping[str, Any]) -> None:
     )
 
 
-def _identity(entry: SuiteWorld | SuiteDataset) -> dict[str, Any]:
+def _identity(entry: SuiteEntry) -> dict[str, Any]:
     """What the rows of a ground are a function of."""
     if isinstance(entry, SuiteWorld):
         return entry.model_dump(mode="json")
     dataset = Dataset.load(entry.dir)
-    return {"rows": {name: [split.num_rows, split.num_positives] for name, split in dataset.splits.items()},
-            "features": [feature.name for feature in (*dataset.dense, *dataset.sparse)]}  # fmt: skip
+    return {
+        "rows": {name: [split.num_rows, split.num_positives] for name, split in dataset.splits.items()},
+        "dense": [feature.name for feature in dataset.dense],
+        "sparse": [feature.name for feature in dataset.sparse],
+    }
 
 
 def _check_splits(folder: Path) -> None:

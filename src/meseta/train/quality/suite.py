@@ -64,6 +64,10 @@ class SuiteDataset(Section):
         return Ground(name=self.dir.resolve().name, facts=f"the rows of {str(self.dir)!r}")
 
 
+SuiteEntry = SuiteWorld | SuiteDataset
+"""What configs are compared on."""
+
+
 class SuiteConfig(Section):
     """One of those that are compared; its keys go before those that the suite has for all."""
 
@@ -73,6 +77,8 @@ class SuiteConfig(Section):
     """Keys of the config, such as model.name, and their values."""
     tune: dict[str, list[Any] | str] = Field(default={})
     """Keys whose values are tried: a list, or a range such as loguniform(1e-3, 1e-1)."""
+    only_on: tuple[str, ...] = ()
+    """Names of worlds that it is for, as a world's own formula is; empty: all that the suite trains on."""
 
 
 class Suite(Section):
@@ -105,6 +111,11 @@ class Suite(Section):
     """Times that the test rows of a dataset are drawn anew."""
 
     @property
+    def entries(self) -> list[SuiteEntry]:
+        """All that configs are compared on."""
+        return [*self.worlds, *self.datasets]
+
+    @property
     def fresh_seeds(self) -> range:
         """Of worlds and training."""
         return range(self.first_seed + 1, self.first_seed + 1 + self.seeds)
@@ -113,7 +124,7 @@ class Suite(Section):
     def _check(self) -> Suite:
         if not self.worlds and not self.datasets:
             raise ValueError("there is nothing to train on; name 'worlds' or 'datasets'")
-        names = [one.ground.name for one in (*self.worlds, *self.datasets)]
+        names = [folder_of(one.ground.name) for one in self.entries]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{name!r} is there twice; give each world and strength, and each dataset, once")
@@ -122,6 +133,10 @@ class Suite(Section):
         for name, config in self.configs.items():
             if config.base is None and self.base is None:
                 raise ValueError(f"config {name!r} has no 'base'; name the file of a run's config")
+            for world in config.only_on:
+                if world not in WORLDS:
+                    raise ValueError(f"config {name!r} is only on {world!r}, and there is no such world; "
+                                     f"{nearest(world, WORLDS)}")  # fmt: skip
             self._check_keys(name)
         return self
 
@@ -137,6 +152,11 @@ class Suite(Section):
                 f"config {name!r} has nothing to tune, but every config gets {self.trials} trials; give it 'tune', or "
                 "set trials: 0"
             )
+
+    def names_on(self, entry: SuiteEntry) -> list[str]:
+        """Configs that are trained there."""
+        world = entry.ground.world
+        return [name for name, config in self.configs.items() if not config.only_on or world in config.only_on]
 
     def set_of(self, name: str) -> dict[str, Any]:
         """Keys and values of a config."""
