@@ -58,7 +58,7 @@ PUBLIC = {
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg
-        logloss normalized_entropy pr_auc reliability_curve segments_of task_figures
+        logloss normalized_entropy pr_auc regret reliability_curve segments_of task_figures
     """,
     "meseta.report": "write_report",
     "meseta.train.verify": "Mismatch Verification compare record",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from meseta.config.models import MODEL_NAMES
 from meseta.spec import MesetaError
 from meseta.train.quality.study import Study
 from meseta.train.quality.suite import Suite, load_suite
+from source_tree import ROOT
 
 BASE = {"model": {"name": "dlrm"}, "train": {"batch_size": 256}}
 WHOLE = {
@@ -118,3 +121,16 @@ def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path: Path) -> None:
     other = Study(suite_of(tmp_path, tune={"dense.optimizer.lr": "uniform(1, 2)"}), "suite", tmp_path / "out")
     with pytest.raises(MesetaError, match="holds what was trained otherwise"):
         other.tuning(entry).missing()
+
+
+def test_the_suites_of_this_repository_stand_as_their_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs/quality.md").read_text()
+    told = dict(re.findall(r"^\| `(\w+)` \| .* \| (\d+) \|$", page, re.MULTILINE))
+    found = {}
+    for path in sorted((ROOT / "examples/quality").glob("*.yaml")):
+        study = Study(load_suite(path), path.stem, tmp_path / path.stem)
+        study.open()
+        found[path.stem] = str(study.num_runs)
+    assert found == told
+    names = " ".join(re.findall(r"model\.name: \W?([\w.:]+)", (ROOT / "examples/quality/models.yaml").read_text()))
+    assert set(MODEL_NAMES) - {"mmoe"} <= {"dlrm", *names.split()}  # which is for several labels
