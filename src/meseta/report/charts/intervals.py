@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from meseta.report.charts.axis import make_axis
 from meseta.report.charts.markup import label, number, picture, tag, text
 
-WIDTH, ROW_HEIGHT, LEFT, RIGHT = 520, 22, 130, 24
+WIDTH, ROW_HEIGHT, LEFT, RIGHT = 360, 20, 122, 18
 FOOT = 26
-NAME_LENGTH = 20
+NAME_LENGTH = 18
 """Characters of a row's name that have room."""
 
 

@@ -36,9 +36,9 @@ def write_outcome(outcome: QualityOutcome, out: Path) -> None:
 
 def quality_page(outcome: QualityOutcome) -> str:
     """The whole page."""
-    num_configs = len(outcome.grounds[0].configs) if outcome.grounds else 0
-    facts = [plural(num_configs, "config"), plural(len(outcome.grounds), "ground"), plural(outcome.num_seeds, "seed"),
-             f"{plural(outcome.num_trials, 'trial')} each"]  # fmt: skip
+    num_configs = len({config.name for one in outcome.grounds for config in one.configs})
+    facts = [plural(num_configs, "config"), ", ".join(one.ground.name for one in outcome.grounds),
+             plural(outcome.num_seeds, "seed"), f"{plural(outcome.num_trials, 'trial')} each"]  # fmt: skip
     header = tag("header", tag("h1", text(outcome.name)), tag("p", text(" · ".join(facts)), class_="facts"))
     problems = tag("ul", *(tag("li", text(problem)) for problem in outcome.problems), class_="problems")
     body = [header, problems if outcome.problems else "", tag("p", text(intro(outcome)), class_="note")]

@@ -38,7 +38,8 @@ def configs_table(outcome: GroundOutcome, reference: str) -> CellTable:
     has_ratio = REGRET in metrics
     beside = next((config for config in outcome.configs if config.name == reference), None)
     base = beside.mean(REGRET) if beside is not None and has_ratio else None
-    header = ["config", *(metric.name for metric in metrics), *([f"of {reference}'s"] if has_ratio else []), "seeds",
+    ratio_of = [f"regret / that of {reference}"] if has_ratio else []
+    header = ["config", *(metric.name for metric in metrics), *ratio_of, "seeds",
               "parameters", "in tables", "operations", "samples/s"]  # fmt: skip
     rows = []
     for config in ranked(outcome):
@@ -144,8 +145,9 @@ def intro(outcome: QualityOutcome) -> str:
         f"{trials}; then it was trained on {plural(outcome.num_seeds, 'fresh seed')}, and read the test split once. "
         "Differences are paired by seed; their intervals are Student's over seeds, each of 95 % alone. A config is "
         "called better where the difference stands after Holm's correction over all "
-        f"{plural(outcome.num_comparisons, 'comparison')} of this suite (every pair of configs, figure and ground), at "
-        "a chance of 5 % of any false one. Operations are those of a training step's dense part for one sample."
+        f"{plural(outcome.num_comparisons, 'comparison')} of this suite (every pair of configs, by every figure, on "
+        "every world or dataset), at a chance of 5 % of any false one. Operations are those of a training step's dense part "
+        "for one sample."
     )
 
 
