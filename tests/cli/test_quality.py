@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from meseta.cli.jobs import DoneJob, Job, last_words, run_jobs
+from meseta.cli.jobs import DoneJob, CommandJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.cli.quality import _Work
 from meseta.machine.processes import fork
@@ -137,9 +137,9 @@ def test_a_training_that_fails_is_told_and_tried_again(run: Run, tiny: Path, tmp
 
 
 def test_jobs_run_some_at_a_time_and_stop_where_one_of_their_steps_fails(tmp_path: Path) -> None:
-    def job(name: str, *codes: int) -> Job:
+    def job(name: str, *codes: int) -> CommandJob:
         steps = [lambda out, code=code: fork(lambda: _say_and_leave(name, code), name, out=out) for code in codes]
-        return Job(name, tmp_path / f"{name}.log", steps)
+        return CommandJob(name, tmp_path / f"{name}.log", steps)
 
     jobs = [job("good", 0, 0), job("bad", 0, 3, 0), job("last", 0)]
     ended = {done.job.name: done.code for done in run_jobs(jobs, 2, StopSignals())}

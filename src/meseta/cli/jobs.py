@@ -17,7 +17,7 @@ Start = Callable[[int], BaseProcess]
 
 
 @dataclass(frozen=True)
-class Job:
+class CommandJob:
     """Processes, one after the other, as long as they end well."""
 
     name: str
@@ -28,7 +28,7 @@ class Job:
 
 @dataclass
 class _Running:
-    job: Job
+    job: CommandJob
     began_s: float = field(default_factory=time.monotonic)
     num_begun: int = 0
     process: BaseProcess | None = None
@@ -45,13 +45,13 @@ class _Running:
 class DoneJob:
     """One that has ended."""
 
-    job: Job
+    job: CommandJob
     code: int
     """Of its last process; 0 where all have ended well."""
     seconds: float
 
 
-def run_jobs(jobs: Sequence[Job], num_at_a_time: int, signals: StopSignals) -> Iterator[DoneJob]:
+def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignals) -> Iterator[DoneJob]:
     """Run them in order, some at a time, and give each when it has ended.
 
     SIGTERM and Ctrl-C to this process are passed on, and waited for while the others save; a second one kills them.

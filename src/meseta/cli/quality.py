@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.forked import start_command, start_work
-from meseta.cli.jobs import DoneJob, Job, last_words, run_jobs
+from meseta.cli.jobs import DoneJob, CommandJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
@@ -103,7 +103,7 @@ class _Work:
     def _one(self, name: str, log: Path, work: Callable[[], object]) -> None:
         """What all else needs, in a process of its own. Raises MesetaError where it fails."""
         log.unlink(missing_ok=True)
-        for done in run_jobs([Job(name, log, [partial(_start_work, work)])], 1, self._signals):
+        for done in run_jobs([CommandJob(name, log, [partial(_start_work, work)])], 1, self._signals):
             self._leave_if_told()
             if done.code:
                 raise MesetaError(last_words(log))
@@ -114,7 +114,7 @@ class _Work:
     def _train(self, runs: Sequence[SuiteRun]) -> None:
         """Several at a time, telling each."""
         by_title = {run.title: run for run in runs}
-        jobs = [Job(title, run.log, _steps(run)) for title, run in by_title.items()]
+        jobs = [CommandJob(title, run.log, _steps(run)) for title, run in by_title.items()]
         for done in run_jobs(jobs, self._num_workers, self._signals):
             if self._signals.number is None:
                 self._tell(by_title[done.job.name], done)

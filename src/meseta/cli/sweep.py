@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.forked import start_command
-from meseta.cli.jobs import Job, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
@@ -139,7 +139,7 @@ def _command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
 def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
     """A training in a process of its own; its exit code."""
     start = partial(_start, arguments)
-    return next((done.code for done in run_jobs([Job("meseta trial", log, [start])], 1, signals)), 1)
+    return next((done.code for done in run_jobs([CommandJob("meseta trial", log, [start])], 1, signals)), 1)
 
 
 def _start(arguments: Sequence[str], out: int) -> BaseProcess:

@@ -145,9 +145,9 @@ def intro(outcome: QualityOutcome) -> str:
         f"{trials}; then it was trained on {plural(outcome.num_seeds, 'fresh seed')}, and read the test split once. "
         "Differences are paired by seed; their intervals are Student's over seeds, each of 95 % alone. A config is "
         "called better where the difference stands after Holm's correction over all "
-        f"{plural(outcome.num_comparisons, 'comparison')} of this suite (every pair of configs, by every figure, on "
-        "every world or dataset), at a chance of 5 % of any false one. Operations are those of a training step's dense part "
-        "for one sample."
+        f"{plural(outcome.num_comparisons, 'comparison')} of this suite, which are every pair of configs, by every "
+        "figure, on every world or dataset, at a chance of 5 % of any false one. Operations are those of a training "
+        "step's dense part for one sample."
     )
 
 
