@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from meseta.cli.jobs import DoneJob, CommandJob, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.cli.quality import _Work
 from meseta.machine.processes import fork

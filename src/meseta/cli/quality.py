@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.forked import start_command, start_work
-from meseta.cli.jobs import DoneJob, CommandJob, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
