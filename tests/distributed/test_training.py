@@ -104,7 +104,12 @@ def test_one_process_and_many_train_the_same_model(
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model", [*MODEL_NAMES, "own_models:Plain", "own_models:Regularised"])
+RARE = {"dcnv2", "gdcn", "masknet", "finalmlp", "wukong", "dhen"}
+"""Models that `make soak` trains here; one of them is on several ranks in test_model_ranks.py as well."""
+MODELS = [pytest.param(name, marks=pytest.mark.soak if name in RARE else []) for name in MODEL_NAMES]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "own_models:Plain", "own_models:Regularised"])
 def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> None:
     common = {
         **({} if model == "logistic_regression" else WIDE),

@@ -122,8 +122,8 @@ class MaskNet(ScoringModel):
         self.options = options or MLPOptions()
         if self.options.batch_norm and not deep_mlp:
             raise MesetaError(
-                "MaskNet: batch_norm is for hidden layers of the MLP on parallel blocks; there are none, and it would change "
-                "nothing; MaskBlocks have layer norms: leave it out"
+                "MaskNet: batch_norm is for hidden layers of the MLP on parallel blocks; there are none, so that it "
+                "would change nothing; MaskBlocks have layer norms: leave it out"
             )
         width = equal_width("MaskNet", self.dims)
         self.fields = Fields(num_dense, len(self.dims), width, seed)

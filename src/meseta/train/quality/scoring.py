@@ -8,6 +8,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from meseta.config import RunConfig
+from meseta.data.dataset.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
 from meseta.machine.files import write_whole
 from meseta.report.quality.outcome import SeedScore
 from meseta.spec import MesetaError
@@ -16,6 +19,8 @@ from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics, regret
 from meseta.train.quality.study import SuiteRun
 from meseta.train.quality.worlds import read_truth
+from meseta.train.setup.outline import make_outline
+from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import dense_load
 from meseta.train.trained import open_trained
 
@@ -47,7 +52,7 @@ def score(run: SuiteRun) -> None:
             regret=None if run.truth is None else _regret(run, logits, labels),
             num_dense_parameters=sum(own.numel() for own in trained.model.parameters()),
             num_table_parameters=sum(table.num_embeddings * table.embedding_dim for table in tables),
-            flops_per_sample=dense_load(trained.config, trained.model).flops_per_sample,
+            flops_per_sample=_flops_per_sample(trained.config, trained.reader.dataset),
             samples_per_s=None if summary is None else summary.samples_per_s,
         )
     if run.truth is None:
@@ -65,6 +70,13 @@ def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floa
             f"{str(run.truth)!r}, and they are made again"
         )
     return regret(logits, np.clip(truth.probabilities, SHARPEST, 1 - SHARPEST))
+
+
+def _flops_per_sample(config: RunConfig, dataset: Dataset) -> float:
+    """Of the dense part in a training step, as the planner counts them."""
+    tables, features = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(tables, features, seed=config.seed, device="cpu")
+    return dense_load(config, make_outline(config, dataset, collection), len(dataset.dense)).flops_per_sample
 
 
 def _defined(value: float) -> float | None:

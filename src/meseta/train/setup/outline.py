@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from meseta.comm import BatchSlice, World
 from meseta.config import RunConfig
@@ -22,8 +23,11 @@ from meseta.models import make_model
 from meseta.models.base import OfDense, ScoringModel, before_of
 from meseta.models.initial import fill_named
 from meseta.models.own import own_model_class
+from meseta.ops.library import FLOPS
 from meseta.spec import InitSpec, MesetaError
-from meseta.train.setup.workload import PASSES, forward_flops
+
+PASSES = 3
+"""A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
 
 
 def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
@@ -107,40 +111,61 @@ def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
         return _by_linear_layers(outline, batch_size)
 
 
-def before_flops(outline: nn.Module, num_dense: int) -> float:
-    """Operations of a sample, forwards and backwards, in the linear layers that what `before` of the model returns
-    depends on; 0 without it, and for a model of the user's own that cannot be followed without numbers."""
+def step_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """Operations of the products of matrices that score `batch_size` samples and that the way back takes, as
+    torch.utils.flop_counter counts them: two for each number that is multiplied and added. What goes number by number,
+    such as a ReLU or the sums of a factorization machine, counts for nothing.
+
+    A model of the user's own that cannot be followed without numbers counts by its linear layers.
+    """
+    try:
+        with _counter() as counter:
+            dense, pooled = _inputs(outline, batch_size, num_dense)
+            _way_back(outline, [_score(outline, dense, pooled, batch_size)], pooled)
+    except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
+        if isinstance(outline, ScoringModel):
+            raise
+        layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear))
+        return PASSES * batch_size * sum(2 * layer.in_features * layer.out_features for layer in layers)
+    return int(counter.get_total_flops())
+
+
+def before_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """The same of what `before` of the model makes of dense inputs alone, and its way back; 0 without it, and for a
+    model of the user's own that cannot be followed without numbers."""
     before = before_of(outline)
     if before is None or not all(parameter.is_meta for parameter in outline.parameters()):
-        return 0.0
+        return 0
     try:
-        with _of_one_rank(outline, 2):
-            found = before(torch.empty(2, num_dense, device="meta"))
-        learned = _learned_from(found.x if isinstance(found, OfDense) else found, outline)
+        with _counter() as counter:
+            with _of_one_rank(outline, batch_size):
+                found = before(torch.empty(batch_size, num_dense, device="meta"))
+            _way_back(outline, tree_leaves(found.x if isinstance(found, OfDense) else found))
     except Exception:
         if isinstance(outline, ScoringModel):
             raise
-        return 0.0
-    layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear) and layer.weight in learned)
-    return float(PASSES * sum(map(forward_flops, layers)))
+        return 0
+    return int(counter.get_total_flops())
 
 
-def _learned_from(outputs: Any, outline: nn.Module) -> set[nn.Parameter]:
-    """The parameters that tensors, in lists and mappings of any depth, depend on."""
-    tensors = [tensor for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor) and tensor.requires_grad]
-    if not tensors:
-        return set()
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=FLOPS)
+
+
+def _way_back(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Sequence[Tensor | None]:
+    """Gradients of `inputs` and of all parameters, of those outputs that are tensors and depend on them."""
     parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(tensors, parameters, [torch.ones_like(t) for t in tensors], allow_unused=True)
-    return {parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+    tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in tensors]
+    learned = [*inputs, *parameters]
+    return torch.autograd.grad(tensors, learned, ones, allow_unused=True) if tensors and learned else ()
 
 
 def _followed_step(outline: nn.Module, batch_size: int, num_dense: int) -> int:
-    parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
     with _Ledger(_tensors(outline)) as ledger:
         dense, pooled = _inputs(outline, batch_size, num_dense)
         logits = _score(outline, dense, pooled, batch_size)
-        found = torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits), allow_unused=True)
+        found = _way_back(outline, [logits], pooled)
         del logits
     return ledger.peak(but=ledger.numbers_of(found[1:]))
 
