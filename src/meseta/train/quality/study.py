@@ -14,12 +14,13 @@ import yaml
 from meseta.config import check_document, read_document, set_default
 from meseta.data.dataset.dataset import Dataset
 from meseta.machine.files import parse_json, plain_data, read_bounded, write_whole
+from meseta.machine.own_code import say_own
 from meseta.report.quality.outcome import ConfigScores, Ground, SeedScore
 from meseta.spec import MesetaError
 from meseta.telemetry.splits import TEST, VALID
 from meseta.train.quality.suite import Suite, SuiteDataset, SuiteEntry, SuiteWorld, folder_of
 from meseta.train.quality.worlds import BEST, ROWS
-from meseta.train.sweep.sweep import Result, Trial, rank
+from meseta.train.sweep.sweep import Result, Trial, own_code_of, rank
 
 FORMAT = "meseta.quality/1"
 
@@ -132,7 +133,8 @@ class Study:
         Raises MesetaError for a config that is not valid, data without the splits that are needed, and a folder in
         which something of the same name was trained otherwise.
         """
-        documents = {name: self._document(name) for name in self.suite.configs}
+        own_code: dict[str, str] = {}
+        documents = {name: self._document(name, own_code) for name in self.suite.configs}
         for dataset in self.suite.datasets:
             _check_splits(dataset.dir)
         try:
@@ -149,10 +151,12 @@ class Study:
                 config = folder / folder_of(name) / "config.yaml"
                 claim(config.with_name("document.json"), document)
                 write_whole(config, yaml.safe_dump(document, sort_keys=False))
+        for path, what in own_code.items():
+            say_own(what, path.partition(":")[0])
 
-    def _document(self, name: str) -> dict[str, Any]:
-        """What all trainings of a config have in common; each of them was checked. Raises MesetaError, naming the
-        config of the suite."""
+    def _document(self, name: str, own_code: dict[str, str]) -> dict[str, Any]:
+        """What all trainings of a config have in common; each of them was checked, and the code of the user's own that
+        it runs is added to `own_code`. Raises MesetaError, naming the config of the suite."""
         base = self.suite.configs[name].base
         assert base is not None  # or the suite was refused
         fixed = [f"{key}={json.dumps(value, default=str)}" for key, value in self.suite.set_of(name).items()]
@@ -160,7 +164,8 @@ class Study:
             trial = Trial(number, settings, self.out / "run")
             where = f"quality: config {name!r}{f' ({trial.title})' if settings else ''}"
             try:
-                check_document(read_document(base, [*fixed, *trial.overrides, "data.dir=data"]))
+                config = check_document(read_document(base, [*fixed, *trial.overrides, "data.dir=data"]))
+                own_code |= own_code_of(config)
             except MesetaError as error:
                 raise MesetaError(f"{where}: {error}") from None
         document = read_document(base, fixed)

@@ -205,7 +205,7 @@ def open_sweep(
             _check_data(trial, chosen)
             if chosen.checkpoint.dir is not None:
                 raise MesetaError("checkpoint.dir: all trials would write there; leave it out")
-            own_code |= _own_code(chosen)
+            own_code |= own_code_of(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
     record = {"format": FORMAT, "config": plain_data(document)}
@@ -233,7 +233,7 @@ def open_sweep(
     return Sweep(out=out, config=common, trials=trials)
 
 
-def _own_code(config: RunConfig) -> dict[str, str]:
+def own_code_of(config: RunConfig) -> dict[str, str]:
     """Import paths of a config -> the words in which they are told."""
     embedding = config.embedding
     optimizers = [embedding.optimizer, *(table.optimizer for table in embedding.tables.values())]
