@@ -24,6 +24,8 @@ OF_THE_SUITE = ("run_dir", "data.dir", "data.service", "seed", "checkpoint.dir",
 """Keys that a suite sets for each run itself, or that all runs would share."""
 TENTHS = 10
 """Of a world's rows, in files of equal length: the last makes the test split, the one before it the valid split."""
+MOST_LISTED = 100_000
+"""Combinations of lists of values that are all written down to be shuffled; of more, trials are drawn by chance."""
 
 
 class SuiteWorld(Section):
@@ -185,9 +187,11 @@ def _settings(tune: Mapping[str, list[Any] | str], num_trials: int, seed: int) -
     size = math.prod(len(entry.values) for entry in space.values() if isinstance(entry, Choices))
     if size < num_trials:
         raise MesetaError(f"'tune' has {size:,} combinations for {num_trials} trials; give more values, or a range")
-    if size <= 10 * num_trials:
-        return random.Random(seed).sample(grid(space), num_trials)
-    return _distinct(draws(space, 10 * num_trials, seed))[:num_trials]
+    if size > MOST_LISTED:
+        return _distinct(draws(space, 10 * num_trials, seed))[:num_trials]
+    combinations = grid(space)
+    random.Random(seed).shuffle(combinations)  # all of them, so that more trials extend fewer
+    return combinations[:num_trials]
 
 
 def _distinct(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
