@@ -131,7 +131,7 @@ class FinalBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             a, g = layer(x).chunk(2, dim=1)
-            x = torch.cat([a, a * g], dim=1)
+            x = functional.relu(torch.cat([a, a * g], dim=1))
         return self.head(x)
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
@@ -132,6 +133,37 @@ def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Pat
     two = train_on(ranks, 2, settings(tiny, tmp_path / "two", **common, plan=plan))
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
     assert two["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
+
+
+def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    """Each line has their means since the line before, of a run that was taken up in the middle of one too."""
+    common = {
+        "embedding__dtype": "float64",
+        "model": {"name": "own_models:TwoBlocks", "embedding_dim": 32},
+        "train__max_steps": 10,
+        "train__log_every_steps": 5,
+    }
+    for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
+        train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
+    for _ in range(2):
+        train(settings(tiny, tmp_path / "again", **common, checkpoint__every_steps=7))
+        shutil.rmtree(newest(tmp_path / "again/checkpoints"))  # so that the second run goes on from step 7
+    each = train(settings(tiny, tmp_path / "each", **{**common, "train__log_every_steps": 1}))
+    lines = {
+        name: [line for line in metrics(tmp_path / name) if line["kind"] == "train" and line["step"] % 5 == 0]
+        for name in ("1", "2", "4", "again", "each")
+    }
+    assert each["num_steps"] == 10 and [line["step"] for line in lines["1"]] == [5, 10]
+    for name in ("2", "4", "again"):
+        for line, of_one in zip(lines[name], lines["1"], strict=True):
+            assert set(line["loss_terms"]) == {"first", "second"}
+            assert line["loss_terms"] == pytest.approx(of_one["loss_terms"], rel=0, abs=1e-10)
+            assert line["loss"] == pytest.approx(of_one["loss"], rel=0, abs=1e-10)
+    steps = [line for line in metrics(tmp_path / "each") if line["kind"] == "train" and line["step"] <= 5]
+    mean = np.mean([line["loss_terms"]["first"] for line in steps])  # batches of one size
+    assert lines["1"][0]["loss_terms"]["first"] == pytest.approx(mean, rel=1e-9)
 
 
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from meseta.models.cross import CrossShape
 from meseta.models.interactions.dcnv2 import DCNv2
 from meseta.models.interactions.dhen import DHEN, DHENShape
-from meseta.models.interactions.final import FinalNet
+from meseta.models.interactions.final import FinalNet, FinalShape
 from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
 from meseta.models.interactions.gdcn import GDCN
-from meseta.models.interactions.masknet import MaskNet
+from meseta.models.interactions.masknet import MaskNet, MaskShape
 from meseta.models.interactions.wukong import Wukong, WukongShape
 from model_parts import OneRowEach, some_dense, some_ids
 
@@ -166,7 +166,7 @@ def test_masknet(structure: Any, batch_size: int) -> None:
         return mlp(x, model.deep_mlp)[0]
 
     deep_mlp = (4,) if structure == "parallel" else ()
-    make = {"structure": structure, "blocks": (6, 5), "reduction": 0.5, "deep_mlp": deep_mlp}
+    make = {"shape": MaskShape(structure=structure, widths=(6, 5), reduction=0.5), "deep_mlp": deep_mlp}
     check(MaskNet(OneRowEach([3, 3]), num_dense=2, **make), loop, batch_size)
 
 
@@ -196,19 +196,20 @@ def test_finalmlp(num_heads: int, gates: bool, batch_size: int) -> None:
     check(FinalMLP(OneRowEach([3, 4]), num_dense=2, **make), loop, batch_size)
 
 
-def final_block(block: Any, x: Tensor, residual: str) -> Tensor:
+def final_block(block: Any, x: Tensor, residual: str, relu: bool) -> Tensor:
     for layer in block.layers:
         half = len(layer.weight) // 2
         a = layer.weight[:half] @ x + layer.bias[:half]
         g = layer.weight[half:] @ x + layer.bias[half:]
         x = torch.cat([a, a * g]) if residual == "concat" else a + a * g
+        x = x.clamp(min=0.0) if relu else x
     return block.head.weight[0] @ x + block.head.bias[0]
 
 
 @BATCHES
 @pytest.mark.parametrize("blocks", [((6, 4),), ((6, 4), (8,))])
-@pytest.mark.parametrize(("residual", "gate"), [("concat", True), ("sum", False)])
-def test_finalnet(residual: Any, gate: bool, blocks: Any, batch_size: int) -> None:
+@pytest.mark.parametrize(("residual", "gate", "relu"), [("concat", True, True), ("sum", False, False)])
+def test_finalnet(residual: Any, gate: bool, relu: bool, blocks: Any, batch_size: int) -> None:
     def loop(model: FinalNet, dense: Tensor, rows: Tensor) -> Tensor:
         vectors = field_vectors(model, dense, rows)
         e = gated = torch.cat(vectors)
@@ -216,10 +217,10 @@ def test_finalnet(residual: Any, gate: bool, blocks: Any, batch_size: int) -> No
             linear = model.field_gate.gates.linear
             weights = [sum(w * v for w, v in zip(row, vectors, strict=True)) for row in linear.weight]
             gated = torch.cat([e, *(v * (w + b) for v, w, b in zip(vectors, weights, linear.bias, strict=True))])
-        said = [final_block(block, x, residual) for block, x in zip(model.blocks, (gated, e), strict=False)]
+        said = [final_block(block, x, residual, relu) for block, x in zip(model.blocks, (gated, e), strict=False)]
         return sum(said) / len(said)
 
-    make = {"blocks": blocks, "residual": residual, "field_gate": gate}
+    make = {"blocks": blocks, "shape": FinalShape(residual=residual, relu=relu), "field_gate": gate}
     check(FinalNet(OneRowEach([3, 3]), num_dense=2, **make), loop, batch_size)
 
 

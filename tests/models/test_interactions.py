@@ -19,10 +19,10 @@ from meseta.models.cross import CrossShape
 from meseta.models.global_layers import LayerNorm, keep_mask
 from meseta.models.interactions.dcnv2 import DCNv2
 from meseta.models.interactions.dhen import DHEN, DHENShape
-from meseta.models.interactions.final import FinalBlock, FinalNet
+from meseta.models.interactions.final import FinalBlock, FinalNet, FinalShape
 from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
 from meseta.models.interactions.gdcn import GDCN
-from meseta.models.interactions.masknet import MaskNet
+from meseta.models.interactions.masknet import MaskNet, MaskShape
 from meseta.models.interactions.wukong import Wukong, WukongShape
 from meseta.models.layers import HiddenLayers
 from meseta.spec import MesetaError
@@ -35,10 +35,10 @@ MAKERS: dict[str, Maker] = {
     "dcnv2 low_rank": partial(DCNv2, cross=CrossShape(kind="low_rank"), structure="parallel", deep_mlp=(6, 5)),
     "dcnv2 mixture": partial(DCNv2, cross=CrossShape(kind="mixture", low_rank=3), deep_mlp=(6, 5)),
     "gdcn": partial(GDCN, cross_layers=2, deep_mlp=(6, 5)),
-    "masknet serial": partial(MaskNet, blocks=(6, 5)),
-    "masknet parallel": partial(MaskNet, structure="parallel", blocks=(6, 5), deep_mlp=(6, 5)),
+    "masknet serial": partial(MaskNet, shape=MaskShape(widths=(6, 5))),
+    "masknet parallel": partial(MaskNet, shape=MaskShape(structure="parallel", widths=(6, 5)), deep_mlp=(6, 5)),
     "finalmlp": partial(FinalMLP, streams=(StreamShape(mlp=(6, 4)), StreamShape(mlp=(4,), context=("f0",)))),
-    "final": partial(FinalNet, blocks=((6, 4), (6,))),
+    "final": partial(FinalNet, shape=FinalShape(), blocks=((6, 4), (6,))),
     "wukong": partial(Wukong, bottom_mlp=(6,), shape=WukongShape(fm_mlp=(6,)), top_mlp=(6, 5)),
     "dhen": partial(DHEN, bottom_mlp=(6,), shape=DHENShape(interactions=dict.fromkeys(EVERY, 2)), top_mlp=(6, 5)),
 }
@@ -91,7 +91,7 @@ def test_layer_norm_is_that_of_torch(shape: tuple[int, ...], size: int) -> None:
 @pytest.mark.parametrize("residual", ["concat", "sum"])
 def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> None:
     options = MLPOptions(dropout=0.5, batch_norm=True, seed=9)
-    block = FinalBlock(3, (6, 4), residual=residual, options=options, name="blocks.0").double()
+    block = FinalBlock(3, (6, 4), shape=FinalShape(residual=residual), options=options, name="blocks.0").double()
     for parameter in block.parameters():
         nn.init.normal_(parameter)
     batch = BatchSlice(world=World.single(), step=4, sizes=(20,))
@@ -100,7 +100,7 @@ def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> No
         a, g = functional.linear(x, layer.weight, layer.bias).chunk(2, dim=1)
         x = torch.cat([a, a * g], dim=1) if residual == "concat" else a + a * g
         x = functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
-        x = x * keep_mask(0.5, 9, f"blocks.0.{index}", batch, x.shape[1]) * 2
+        x = functional.relu(x) * keep_mask(0.5, 9, f"blocks.0.{index}", batch, x.shape[1]) * 2
     expected = functional.linear(x, block.head.weight, block.head.bias)[:, 0]
     torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
 
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_named() -> None:
         refused(lambda k=key: made(k, deep_mlp=(0,)), "deep_mlp must be at least 1")
     refused(lambda: made("dcnv2 full", cross=CrossShape(num_layers=0)), "DCNv2: widths in cross", "[0, 64, 4]")
     refused(lambda: made("gdcn", cross_layers=0), "GDCN: widths in cross_layers")
-    refused(lambda: made("masknet serial", blocks=()), "MaskNet: blocks are empty")
+    refused(lambda: made("masknet serial", shape=MaskShape(widths=())), "MaskNet: blocks are empty")
     refused(lambda: made("masknet serial", deep_mlp=(3,)), "deep_mlp [3] stands on parallel blocks alone")
     for name, model in (("masknet serial", "MaskNet"), ("final", "FinalNet"), ("wukong", "Wukong"), ("dhen", "DHEN")):
         refused(lambda n=name: made(n, embeddings=OneRowEach([4, 3])), f"{model}: feature 'f1'", "embedding_dim=4")

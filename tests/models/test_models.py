@@ -23,6 +23,7 @@ from meseta.models import (
     XDeepFM,
     make_model,
 )
+from meseta.models.base import before_of
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from model_parts import OneRowEach, sizes_of, some_dense, some_ids
 
@@ -170,6 +171,26 @@ def test_no_dense_inputs_and_no_samples(name: Any) -> None:
     assert nothing.shape == (0,)
     nothing.sum().backward()
     assert pooled.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_dense_inputs_nothing_stands_in_their_place(dtype: Any) -> None:
+    """The top MLP of DLRM reads the products of pairs of embeddings; no layer is made of biases alone."""
+    embeddings, pooled = OneRowEach([4, 4, 4]), torch.randn(5, 12)
+    for name in ("dlrm", "dlrm_dcnv2"):
+        model: Any = make_model(ModelConfig(name=name, embedding_dim=4, cross_low_rank=2), embeddings, 0, 0, dtype)
+        assert model.bottom_mlp is None and before_of(model) is None
+        assert not [key for key, _ in model.named_parameters() if key.startswith("bottom_mlp")]
+        assert model.score(torch.zeros(5, 0), pooled).shape == (5,)
+    a, b, c = pooled.view(5, 3, 4).unbind(1)
+    model = make_model(ModelConfig(embedding_dim=4), embeddings, 0, 0)
+    products = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], dim=1)
+    torch.testing.assert_close(model.score(torch.zeros(5, 0), pooled), model.top_mlp(products).squeeze(1))
+    with pytest.raises(MesetaError, match="one feature and no dense inputs make no pair"):
+        make_model(ModelConfig(embedding_dim=4), OneRowEach([4]), 0, 0)
+    alone: Any = make_model(ModelConfig(embedding_dim=4, interaction="none"), OneRowEach([4]), 0, 0)
+    x = torch.randn(2, 4)
+    assert torch.equal(alone.score(torch.zeros(2, 0), x), alone.top_mlp(x).squeeze(1))
 
 
 CONFIGS = [

@@ -15,7 +15,7 @@ from meseta.embedding.flight import Flight
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
-from meseta.spec import TableSpec
+from meseta.spec import MesetaError, TableSpec
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,19 @@ def before_of(model: Any) -> Callable[[Tensor], Any] | None:
         return None
     method: Callable[[Tensor], Any] = model.before
     return method
+
+
+def term_names(model: Any) -> tuple[str, ...]:
+    """`model.loss_terms`: of what a model adds to the cross-entropy; none where it has none. Raises MesetaError for
+    what are no names, and where the method that makes the terms is missing."""
+    names = getattr(model, "loss_terms", ())
+    if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+        raise MesetaError(f"{type(model).__name__}.loss_terms is {names!r}; give a tuple of names, such as ('block',)")
+    if len(set(names)) < len(names):
+        raise MesetaError(f"{type(model).__name__}.loss_terms has a name twice: {', '.join(names)}; give each once")
+    if names and not callable(getattr(model, "score_with_losses", None)):
+        raise MesetaError(
+            f"{type(model).__name__} has loss_terms, but no method score_with_losses(dense, pooled, label) that makes "
+            "them; write it, or leave loss_terms out"
+        )
+    return names

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meseta.machine.own_code import import_own
-from meseta.models.base import before_of
+from meseta.models.base import before_of, term_names
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError, nearest
 
@@ -88,6 +88,10 @@ def _try(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -
             x = _calling(f"model.name {path!r}: before, {on_zeros}", lambda: before(torch.zeros(shape)))
             of_before = f"model.name {path!r}: score of what before has returned, {on_zeros}"
             logits.append(_calling(of_before, lambda: score(x, pooled)))
+        if term_names(model):
+            label, losses = torch.zeros_like(logits[0]), cast(Any, model).score_with_losses
+            of_losses = f"model.name {path!r}: score_with_losses, {on_zeros}"
+            logits.append(_calling(of_losses, lambda: losses(torch.zeros(shape), pooled, label)[0]))
     for module, training in was_training:
         module.training = training
     for found in logits:

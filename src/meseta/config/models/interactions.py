@@ -101,6 +101,8 @@ class FinalNetConfig(LayeredModelConfig):
     """Widths of the layers of the second block; empty: there is one block."""
     residual: Residual = "concat"
     """How a layer's linear function and its product stand together: halves side by side, or added."""
+    block_relu: bool = True
+    """Whether each layer of a block ends with ReLU."""
     field_gate: bool = True
     """Whether the first block reads gated fields beside the fields."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import FinalNetConfig, Residual
@@ -17,30 +19,45 @@ from meseta.models.layers import BlankLinear, HiddenLayers, MLPOptions, check_wi
 from meseta.spec import MesetaError
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinalShape:
+    """What every layer of a block is made of."""
+
+    residual: Residual = "concat"
+    """How its linear function and its product stand together: halves side by side, or added."""
+    relu: bool = True
+    """Whether it ends with ReLU, as in the authors' runs."""
+
+
 class FinalBlock(HiddenLayers):
     """Factorized interaction layers: of a = W_1 x + b_1 and g = W_2 x + b_2 the outputs a and a * g, side by side
-    ('concat') or added ('sum'); then batch norm and dropout. Products of outputs are of twice the degree."""
+    ('concat') or added ('sum'); then batch norm, ReLU if asked for, and dropout. Each layer doubles the degree."""
 
     def __init__(
-        self, num_inputs: int, widths: Sequence[int], *, residual: Residual, options: MLPOptions, name: str
+        self, num_inputs: int, widths: Sequence[int], *, shape: FinalShape, options: MLPOptions, name: str
     ) -> None:
         """`widths` are the outputs of the layers, even for 'concat'."""
         super().__init__()
-        self.residual = residual
+        self.shape = shape
         self.layers = nn.ModuleList(
-            BlankLinear(before, width if residual == "concat" else 2 * width)
+            BlankLinear(before, width if shape.residual == "concat" else 2 * width)
             for before, width in zip([num_inputs, *widths], widths, strict=False)
         )
         self.head = BlankLinear(widths[-1], 1)
         self.set_hidden(widths, options, name)
+
+    def extra_repr(self) -> str:
+        """Shown with the module."""
+        return f"residual={self.shape.residual}, relu={self.shape.relu}"
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, " B"]:
         """The block's logit, w . (outputs of the last layer) + b."""
         placed = self.place(batch, x)
         for index, layer in enumerate(self.layers):
             a, g = layer(x).chunk(2, dim=1)
-            x = torch.cat([a, a * g], dim=1) if self.residual == "concat" else torch.addcmul(a, a, g)
-            x = self.drop(index, self.normalise(index, x, placed), placed)
+            x = torch.cat([a, a * g], dim=1) if self.shape.residual == "concat" else torch.addcmul(a, a, g)
+            x = self.normalise(index, x, placed)
+            x = self.drop(index, functional.relu(x) if self.shape.relu else x, placed)
         return cast(Tensor, self.head(x.to(self.head.weight.dtype))).squeeze(1)
 
 
@@ -81,7 +98,7 @@ class FinalNet(ScoringModel):
         *,
         num_dense: int,
         blocks: Sequence[Sequence[int]],
-        residual: Residual = "concat",
+        shape: FinalShape,
         field_gate: bool = True,
         options: MLPOptions | None = None,
         seed: int = 0,
@@ -92,7 +109,7 @@ class FinalNet(ScoringModel):
             embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
             num_dense: number of dense inputs.
             blocks: widths of the layers of one block, or of two.
-            residual: how a layer's linear function and its product stand together.
+            shape: of their layers.
             field_gate: whether the first block reads gated fields.
             options: of the blocks.
             seed: key of the initial weights.
@@ -106,7 +123,7 @@ class FinalNet(ScoringModel):
         for widths in blocks:
             check_widths("FinalNet", "blocks", widths)
             for width in widths:
-                if residual == "concat" and width % 2:
+                if shape.residual == "concat" and width % 2:
                     raise MesetaError(
                         f"FinalNet: a layer of {width} outputs in blocks {[list(b) for b in blocks]}; residual "
                         "'concat' puts two halves together: make it even, or take residual 'sum'"
@@ -120,7 +137,7 @@ class FinalNet(ScoringModel):
             FinalBlock(
                 2 * num_inputs if field_gate and index == 0 else num_inputs,
                 widths,
-                residual=residual,
+                shape=shape,
                 options=self.options,
                 name=f"blocks.{index}",
             )
@@ -153,7 +170,7 @@ def make_final(config: FinalNetConfig, request: ModelRequest) -> FinalNet:
         request.embeddings,
         num_dense=request.num_dense,
         blocks=[block for block in (config.first_block, config.second_block) if block],
-        residual=config.residual,
+        shape=FinalShape(residual=config.residual, relu=config.block_relu),
         field_gate=config.field_gate,
         options=request.options,
         seed=request.seed,

@@ -18,6 +18,7 @@ from meseta.models.fields import INITIAL_STD
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
 from meseta.ops.mlp import mlp
+from meseta.ops.product import batched_product
 from meseta.spec import MesetaError, nearest
 
 
@@ -68,9 +69,13 @@ class BilinearFusion(nn.Module):
         self.heads = nn.Parameter(torch.empty(num_heads, widths[1] // num_heads, widths[0] // num_heads))
 
     def forward(self, first: Float[Tensor, "B N"], second: Float[Tensor, "B K"]) -> Float[Tensor, " B"]:
-        pieces = first.split(self.heads.shape[2], dim=1)
-        seen = [mlp(piece, [head], [None], relu_last=False) for piece, head in zip(pieces, self.heads, strict=True)]
-        bilinear = (torch.cat(seen, dim=1) * second).sum(dim=1)
+        num_heads = len(self.heads)
+        if num_heads == 1:
+            seen = mlp(first, [self.heads[0]], [None], relu_last=False)
+        else:
+            pieces = first.unflatten(1, (num_heads, -1)).transpose(0, 1)
+            seen = batched_product(pieces, self.heads.transpose(1, 2)).transpose(0, 1).flatten(1)
+        bilinear = (seen * second).sum(dim=1)
         return cast(Tensor, self.first(first) + self.second(second)).squeeze(1) + bilinear
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -19,6 +19,18 @@ from meseta.models.global_layers import LayerNorm
 from meseta.models.layers import MLP, BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
 from meseta.ops.mlp import mlp
 from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskShape:
+    """What the MaskBlocks of a MaskNet are."""
+
+    structure: MaskStructure = "serial"
+    """One on the other, or side by side under an MLP."""
+    widths: Sequence[int]
+    """Outputs of each."""
+    reduction: float = 2.0
+    """Width of a mask's inner layer over that of the mask."""
 
 
 class MaskBlock(nn.Module):
@@ -45,17 +57,16 @@ class MaskBlock(nn.Module):
 class MaskBlocks(HiddenLayers):
     """MaskBlocks one on the other, or side by side; in training, dropout behind each."""
 
-    def __init__(
-        self, num_vectors: int, widths: Sequence[int], *, serial: bool, reduction: float, options: MLPOptions
-    ) -> None:
+    def __init__(self, num_vectors: int, shape: MaskShape, options: MLPOptions) -> None:
         super().__init__()
+        widths, serial = shape.widths, shape.structure == "serial"
         inputs = [num_vectors, *widths[:-1]] if serial else [num_vectors] * len(widths)
         self.serial = serial
         self.blocks = nn.ModuleList(
-            MaskBlock(num_vectors, num_inputs, width, reduction)
+            MaskBlock(num_vectors, num_inputs, width, shape.reduction)
             for num_inputs, width in zip(inputs, widths, strict=True)
         )
-        self.set_hidden(widths, dataclasses.replace(options, batch_norm=False), "blocks")
+        self.set_hidden(widths, replace(options, batch_norm=False), "blocks")
         self.num_outputs = widths[-1] if serial else sum(widths)
 
     def forward(
@@ -88,9 +99,7 @@ class MaskNet(ScoringModel):
         embeddings: nn.Module,
         *,
         num_dense: int,
-        structure: MaskStructure = "serial",
-        blocks: Sequence[int],
-        reduction: float = 1.0,
+        shape: MaskShape,
         deep_mlp: Sequence[int] = (),
         options: MLPOptions | None = None,
         seed: int = 0,
@@ -100,9 +109,7 @@ class MaskNet(ScoringModel):
         Args:
             embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
             num_dense: number of dense inputs.
-            structure: MaskBlocks one on the other, or side by side under an MLP.
-            blocks: outputs of each MaskBlock.
-            reduction: width of a mask's inner layer over that of the mask.
+            shape: of the MaskBlocks.
             deep_mlp: parallel: hidden widths of the MLP; the layer with the one output is added.
             options: dropout behind blocks and in the MLP, batch norm in the MLP alone; all compute in its type.
             seed: key of the initial weights.
@@ -111,10 +118,10 @@ class MaskNet(ScoringModel):
         norm without layers for it, or a feature without pooling.
         """
         super().__init__(embeddings, num_dense)
-        check_widths("MaskNet", "blocks and deep_mlp", [*blocks, *deep_mlp])
-        if not blocks:
+        check_widths("MaskNet", "blocks and deep_mlp", [*shape.widths, *deep_mlp])
+        if not shape.widths:
             raise MesetaError("MaskNet: blocks are empty; give the width of at least one MaskBlock")
-        if structure == "serial" and deep_mlp:
+        if shape.structure == "serial" and deep_mlp:
             raise MesetaError(
                 f"MaskNet: deep_mlp {list(deep_mlp)} stands on parallel blocks alone; leave it empty, or take "
                 "structure 'parallel'"
@@ -129,9 +136,7 @@ class MaskNet(ScoringModel):
         self.fields = Fields(num_dense, len(self.dims), width, seed)
         num_fields = self.fields.num_fields
         self.norm = LayerNorm(num_fields, width)
-        self.blocks = MaskBlocks(
-            num_fields * width, blocks, serial=structure == "serial", reduction=reduction, options=self.options
-        )
+        self.blocks = MaskBlocks(num_fields * width, shape, self.options)
         widths = [self.blocks.num_outputs, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=self.options, name="deep_mlp")
         fill_linear(self, seed)
@@ -152,9 +157,7 @@ def make_masknet(config: MaskNetConfig, request: ModelRequest) -> MaskNet:
     return MaskNet(
         request.embeddings,
         num_dense=request.num_dense,
-        structure=config.structure,
-        blocks=config.mask_blocks,
-        reduction=config.mask_reduction,
+        shape=MaskShape(structure=config.structure, widths=config.mask_blocks, reduction=config.mask_reduction),
         deep_mlp=config.deep_mlp,
         options=request.options,
         seed=request.seed,

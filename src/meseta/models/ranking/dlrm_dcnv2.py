@@ -26,6 +26,8 @@ class DLRMDCNv2(ScoringModel):
         cross layers over x beside e  [B, D + sum of D_f]
         top MLP              -> logits [B]
 
+    Without dense inputs there is no bottom MLP and no x.
+
     Initial weights as in MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero, weights and
     biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
     """
@@ -45,7 +47,7 @@ class DLRMDCNv2(ScoringModel):
 
         Args:
             embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
-            num_dense: number of dense inputs.
+            num_dense: number of dense inputs; 0: there is no bottom MLP.
             bottom_mlp: widths of the bottom MLP's layers, for example (512, 256, 128). ReLU after each.
             top_mlp: hidden widths of the top MLP, for example (1024, 1024, 512, 256); the layer with the one output
                 is added.
@@ -60,15 +62,22 @@ class DLRMDCNv2(ScoringModel):
         check_widths("DLRMDCNv2", "cross", cross)
         if not bottom_mlp:
             raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
-        num_crossed = bottom_mlp[-1] + self.pooled_width
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp")
+        num_crossed = bottom_mlp[-1] * bool(num_dense) + self.pooled_width
+        self.bottom_mlp = (
+            MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp") if num_dense else None
+        )
         self.cross = LowRankCross(num_crossed, *cross)
         self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
 
     def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """What the bottom MLP makes of them."""
-        return cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+        return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+
+    @property
+    def reads_dense_alone(self) -> bool:
+        """Whether there is a bottom MLP."""
+        return self.bottom_mlp is not None
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of the crossed inputs."""
@@ -76,7 +85,7 @@ class DLRMDCNv2(ScoringModel):
 
     @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:
-        for part in ("bottom_mlp", "top_mlp"):
+        for part in ("bottom_mlp", "top_mlp")[self.bottom_mlp is None :]:
             for index, layer in self.get_submodule(part).named_children():
                 if isinstance(layer, nn.Linear):
                     bound = 1.0 / math.sqrt(max(layer.in_features, 1))

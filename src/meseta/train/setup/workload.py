@@ -71,6 +71,7 @@ def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLo
 def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
     """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
     from meseta.comm.dense_shards import cut_modules
+    from meseta.models.base import term_names
     from meseta.models.global_layers import BatchNorm
     from meseta.train.saving import NUM_FLAGS
 
@@ -86,6 +87,6 @@ def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
         norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
         cut_shapes=shapes,
         num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
-        num_flags=NUM_FLAGS,
+        num_flags=NUM_FLAGS + len(term_names(model)),
         num_parts=config.train.accumulate_steps,
     )
