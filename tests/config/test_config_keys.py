@@ -16,6 +16,7 @@ from meseta.config import ModelConfig, RunConfig, check_document
 from meseta.config.example import example
 from meseta.config.keys import all_keys, find_keys
 from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
+from meseta.models.base import term_names
 from meseta.models.factory import make_model
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
@@ -138,7 +139,7 @@ def changed(annotation: Any, value: Any) -> Any:
 def built(config: ModelConfig) -> object:
     """What can be seen of a model."""
     model = make_model(config, OneRowEach([config.table_width()] * 3), 4, 0)
-    return [repr(model), [getattr(part, "options", None) for part in model.modules()],
+    return [repr(model), term_names(model), [getattr(part, "options", None) for part in model.modules()],
             [(name, parameter.shape) for name, parameter in model.named_parameters()]]  # fmt: skip
 
 

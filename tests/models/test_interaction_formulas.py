@@ -176,7 +176,7 @@ def test_masknet(structure: Any, batch_size: int) -> None:
 def test_finalmlp(num_heads: int, gates: bool, batch_size: int) -> None:
     def loop(model: FinalMLP, dense: Tensor, rows: Tensor) -> Tensor:
         e = torch.cat([dense, rows])
-        contexts = [model.gates[0].vector[0], torch.cat([rows[3:7], rows[:3]])] if gates else []
+        contexts = [model.gates[0].vector, torch.cat([rows[3:7], rows[:3]])] if gates else []
         seen = [e, e]
         for s, context in enumerate(contexts):
             seen[s] = 2.0 / (1.0 + (-mlp(context, model.gates[s].mlp)).exp()) * e
@@ -220,7 +220,7 @@ def test_finalnet(residual: Any, gate: bool, relu: bool, blocks: Any, batch_size
         said = [final_block(block, x, residual, relu) for block, x in zip(model.blocks, (gated, e), strict=False)]
         return sum(said) / len(said)
 
-    make = {"blocks": blocks, "shape": FinalShape(residual=residual, relu=relu), "field_gate": gate}
+    make = {"blocks": blocks, "shape": FinalShape(residual=residual, relu=relu, field_gate=gate)}
     check(FinalNet(OneRowEach([3, 3]), num_dense=2, **make), loop, batch_size)
 
 

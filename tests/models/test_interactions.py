@@ -105,6 +105,24 @@ def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> No
     torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
 
 
+def test_each_block_also_learns_what_both_say() -> None:
+    model = made("final").double()
+    assert model.loss_terms == ("first_block", "second_block") and not made("final", blocks=((6,),)).loss_terms
+    assert not made("final", shape=FinalShape(mutual_loss=False)).loss_terms
+    dense, pooled = some_dense(9, 3), torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    logits, terms = model.score_with_losses(dense, pooled, torch.zeros(9))
+    assert torch.equal(logits, model.score(dense, pooled)) and list(terms) == list(model.loss_terms)
+    p = logits.detach().sigmoid()
+    for said, term in zip(model.block_logits(model.of_dense(dense), pooled).T, terms.values(), strict=True):
+        q = said.sigmoid()
+        torch.testing.assert_close(term, -(p * q.log() + (1 - p) * (1 - q).log()), rtol=0, atol=1e-12)
+    of_both = torch.autograd.grad(sum(term.sum() for term in terms.values()), pooled, retain_graph=True)[0]
+    wanted = torch.zeros_like(pooled)  # the target has no gradient
+    for said in model.block_logits(model.of_dense(dense), pooled).T:
+        wanted = wanted + torch.autograd.grad(said, pooled, said.detach().sigmoid() - p, retain_graph=True)[0]
+    torch.testing.assert_close(of_both, wanted, rtol=0, atol=1e-12)
+
+
 def stacks(name: str) -> set[str]:
     """Names under which hidden layers of a model draw their masks."""
     model = made(name, options=MLPOptions(dropout=0.5))

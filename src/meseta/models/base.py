@@ -83,11 +83,15 @@ class ScoringModel(nn.Module, ABC):
 
         Raises MesetaError for inputs of other widths than the model was built for.
         """
+        return self.logits(self.read(dense, pooled), pooled)
+
+    def read(self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"]) -> Any:
+        """What `logits` reads beside `pooled`, of either that `score` takes. Raises MesetaError as it does."""
         check_pooled(type(self).__name__, pooled, self.pooled_width)
         if isinstance(dense, OfDense):
-            return self.logits(dense.x, pooled)
+            return dense.x
         check_dense(type(self).__name__, dense, self.num_dense)
-        return self.logits(self.of_dense(dense.to(pooled.dtype)), pooled)
+        return self.of_dense(dense.to(pooled.dtype))
 
     @property
     def reads_dense_alone(self) -> bool:

@@ -105,6 +105,8 @@ class FinalNetConfig(LayeredModelConfig):
     """Whether each layer of a block ends with ReLU."""
     field_gate: bool = True
     """Whether the first block reads gated fields beside the fields."""
+    mutual_loss: bool = True
+    """Whether each of two blocks also learns what both say together."""
 
 
 class _VectorLayers(LayeredModelConfig):

@@ -13,20 +13,27 @@ from torch.nn import functional
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import FinalNetConfig, Residual
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.base import ModelRequest, OfDense, ScoringModel
 from meseta.models.fields import Fields, MixFields, equal_width
 from meseta.models.layers import BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
 from meseta.spec import MesetaError
 
+MUTUAL_TERMS = ("first_block", "second_block")
+"""Names of the terms of the mutual loss."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinalShape:
-    """What every layer of a block is made of."""
+    """What a FinalNet is made of, beside the widths of its blocks."""
 
     residual: Residual = "concat"
-    """How its linear function and its product stand together: halves side by side, or added."""
+    """How a layer's linear function and its product stand together: halves side by side, or added."""
     relu: bool = True
-    """Whether it ends with ReLU, as in the authors' runs."""
+    """Whether a layer ends with ReLU, as in the authors' runs."""
+    field_gate: bool = True
+    """Whether the first block reads gated fields beside the fields."""
+    mutual_loss: bool = True
+    """Whether each of two blocks also learns what both say together."""
 
 
 class FinalBlock(HiddenLayers):
@@ -88,7 +95,8 @@ class FinalNet(ScoringModel):
         one block      logit = block_1(e, or its gated fields)
         two blocks     logit = (block_1(e, or its gated fields) + block_2(e)) / 2
 
-    With two blocks each also learns from what they say together, see `block_logits`. Matrices with n inputs and m
+    With two blocks the loss of a sample is L(y, p) + L(p, p_1) + L(p, p_2), the mutual loss: L is the cross-entropy,
+    p_b what block b says and p what both say together, without a gradient in the last two. Matrices with n inputs and m
     outputs start from N(0, 2 / (m + n)), biases at zero, vectors of dense inputs from N(0, 0.1 squared).
     """
 
@@ -99,7 +107,6 @@ class FinalNet(ScoringModel):
         num_dense: int,
         blocks: Sequence[Sequence[int]],
         shape: FinalShape,
-        field_gate: bool = True,
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
@@ -109,8 +116,7 @@ class FinalNet(ScoringModel):
             embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
             num_dense: number of dense inputs.
             blocks: widths of the layers of one block, or of two.
-            shape: of their layers.
-            field_gate: whether the first block reads gated fields.
+            shape: all else.
             options: of the blocks.
             seed: key of the initial weights.
 
@@ -131,11 +137,11 @@ class FinalNet(ScoringModel):
         self.options = options or MLPOptions()
         width = equal_width("FinalNet", self.dims)
         self.fields = Fields(num_dense, len(self.dims), width, seed)
-        self.field_gate = FieldGate(self.fields.num_fields) if field_gate else None
+        self.field_gate = FieldGate(self.fields.num_fields) if shape.field_gate else None
         num_inputs = self.fields.num_fields * width
         self.blocks = nn.ModuleList(
             FinalBlock(
-                2 * num_inputs if field_gate and index == 0 else num_inputs,
+                2 * num_inputs if shape.field_gate and index == 0 else num_inputs,
                 widths,
                 shape=shape,
                 options=self.options,
@@ -143,6 +149,7 @@ class FinalNet(ScoringModel):
             )
             for index, widths in enumerate(blocks)
         )
+        self.loss_terms = MUTUAL_TERMS if shape.mutual_loss and len(blocks) > 1 else ()
         fill_linear(self, seed)
         if self.field_gate is not None:
             self.field_gate.open()
@@ -154,6 +161,18 @@ class FinalNet(ScoringModel):
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The mean of what the blocks say."""
         return self.block_logits(x, pooled).mean(dim=1)
+
+    def score_with_losses(
+        self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"], label: Tensor
+    ) -> tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]:
+        """What `score` returns, and the terms of the mutual loss, which need no label."""
+        of_blocks = self.block_logits(self.read(dense, pooled), pooled)
+        logits = of_blocks.mean(dim=1)
+        together = logits.detach().sigmoid()
+        return logits, {
+            term: functional.binary_cross_entropy_with_logits(said, together, reduction="none")
+            for term, said in zip(self.loss_terms, of_blocks.unbind(dim=1), strict=False)
+        }
 
     def block_logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B blocks"]:
         """The logit of each block, of what `of_dense` has returned."""
@@ -170,8 +189,12 @@ def make_final(config: FinalNetConfig, request: ModelRequest) -> FinalNet:
         request.embeddings,
         num_dense=request.num_dense,
         blocks=[block for block in (config.first_block, config.second_block) if block],
-        shape=FinalShape(residual=config.residual, relu=config.block_relu),
-        field_gate=config.field_gate,
+        shape=FinalShape(
+            residual=config.residual,
+            relu=config.block_relu,
+            field_gate=config.field_gate,
+            mutual_loss=config.mutual_loss,
+        ),
         options=request.options,
         seed=request.seed,
     )

@@ -19,6 +19,7 @@ from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
+from meseta.ops.sums import repeat
 from meseta.spec import MesetaError, nearest
 
 
@@ -46,13 +47,14 @@ class FeatureGate(nn.Module):
         """`columns` of the pooled rows are those of the context; none: the learned vector has `width` numbers."""
         super().__init__()
         self.columns = columns
-        self.vector = None if columns else nn.Parameter(torch.empty(1, width))
+        self.vector = None if columns else nn.Parameter(torch.empty(width))
         num_context = sum(part.stop - part.start for part in columns) or width
         self.mlp = MLP([num_context, *hidden, num_inputs], relu_last=False, options=MLPOptions(dtype=options.dtype))
 
-    def forward(self, e: Float[Tensor, "B N"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B N"]:
-        """`e` are the inputs of the stream, with `pooled` among them."""
-        context = torch.cat([pooled[:, part] for part in self.columns], dim=1) if self.vector is None else self.vector
+    def forward(self, e: Float[Tensor, "B N"], context: Float[Tensor, "B C"] | None) -> Float[Tensor, "B N"]:
+        """`e` are the inputs of the stream; no `context`: the learned vector."""
+        if context is None:
+            context = repeat(cast(Tensor, self.vector), 1)
         return 2.0 * torch.sigmoid(self.mlp(context)).to(e.dtype) * e
 
 
@@ -140,12 +142,16 @@ class FinalMLP(ScoringModel):
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The logits above."""
         e = self.options.in_dtype(torch.cat([x, pooled], dim=1))
-        weighed = [gate(e, pooled) for gate in self.gates] or [e, e]
+        weighed = [gate(e, self._context(cast(FeatureGate, gate), pooled)) for gate in self.gates] or [e, e]
         first, second = (
             stream(h, self.batch_slice).to(self.fusion.heads.dtype)
             for stream, h in zip(self.streams, weighed, strict=True)
         )
         return cast(Tensor, self.fusion(first, second))
+
+    def _context(self, gate: FeatureGate, pooled: Tensor) -> Tensor | None:
+        """What the gate reads of the pooled rows."""
+        return torch.cat([pooled[:, part] for part in gate.columns], dim=1) if gate.columns else None
 
     def _columns(self, stream: StreamShape) -> list[slice]:
         """Where the pooled rows of the stream's context stand."""
