@@ -20,7 +20,6 @@ from meseta.errors import MesetaError
 if TYPE_CHECKING:
     from meseta.report.quality.outcome import QualityOutcome
     from meseta.train.quality.study import Round, Study, SuiteRun
-    from meseta.train.quality.suite import SuiteEntry
 
 Suite = Annotated[Path, typer.Argument(metavar="SUITE", help="YAML file of the suite, see docs/quality.md.")]
 Out = Annotated[Path, typer.Option(help="Folder of the suite; the same command goes on in it.")]
@@ -80,14 +79,13 @@ class _Work:
             one.drop_rows()
 
     def _check_all(self) -> None:
-        """Before the first training: whether each config fits each ground."""
+        """Before the first training: whether each config fits all that it is to be trained on."""
         if self._checked:
             return
         self._checked = True
-        print("trying the configs on the columns of the data", file=sys.stderr, flush=True)
-        for entry in self._study.suite.entries:
-            name, log = f"{entry.ground.name}: configs", self._study.out / "check.log"
-            self._one(name, log, partial(_check, self._study, entry))
+        self._one(
+            "configs tried on the columns of the data", self._study.out / "check.log", partial(_check, self._study)
+        )
 
     def _make_rows(self, one: Round) -> None:
         """Of a world, with the copy of what its truth reaches."""
@@ -161,20 +159,20 @@ def _start_work(work: Callable[[], object], out: int) -> BaseProcess:
     return start_work(work, "meseta quality", out=out, err=out)
 
 
-def _check(study: Study, entry: SuiteEntry) -> None:
-    """In a process of its own: the first training of each config on the columns of the data."""
+def _check(study: Study) -> None:
+    """In a process of its own: the first training of each config, on the columns of each dataset, and of some rows of a
+    world, since the worlds have the same."""
     from meseta.train.quality.fitting import PROBE_ROWS, check_fits
-    from meseta.train.quality.suite import SuiteWorld
     from meseta.train.quality.worlds import ROWS, make_world
 
-    runs = study.first_runs(entry)
-    if not isinstance(entry, SuiteWorld):
-        check_fits(runs, runs[0].data)
-        return
-    probe = study.out / "probe"
+    suite, probe = study.suite, study.out / "probe"
     try:
-        make_world(entry.model_copy(update={"rows": PROBE_ROWS}), study.suite.first_seed, probe)
-        check_fits(runs, probe / ROWS)
+        for entry in suite.datasets:
+            check_fits(study.first_runs(entry), entry.dir)
+        for number, world in enumerate(suite.worlds):
+            if number == 0:
+                make_world(world.model_copy(update={"rows": PROBE_ROWS}), suite.first_seed, probe)
+            check_fits(study.first_runs(world), probe / ROWS)
     finally:
         shutil.rmtree(probe, ignore_errors=True)
 
