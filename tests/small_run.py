@@ -15,6 +15,8 @@ import yaml
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.config.models import section_class
+from meseta.config.models.base import FORMER_KEYS
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from meseta.train.trainer import Trainer
@@ -117,7 +119,13 @@ def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         for name in parents:
             section = section.setdefault(name, {})
         section[last] = value
-    return document
+    return {**document, "model": of_its_model(document["model"])}
+
+
+def of_its_model(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without sizes of other models than the one that is named."""
+    fields = section_class(keys.get("name", "dlrm")).model_fields
+    return {key: value for key, value in keys.items() if key in fields or key not in FORMER_KEYS}
 
 
 def write_config(path: Path, document: dict[str, Any]) -> Path:
