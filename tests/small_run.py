@@ -208,7 +208,7 @@ def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, r
     from meseta.train.setup.workload import make_workload
 
     workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
-    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host)
+    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host, on_cpu=True)
     needs = RunMemory(workload=workload, run=run).needs(plan)
     of_rank = (of_ranks[rank] for phase, of_ranks in needs.items() if phase != "checkpoint")
     return max(of_rank, key=lambda need: need.total)

@@ -11,9 +11,7 @@ from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Section, Width
 from meseta.spec import MesetaError, OptimizerSpec
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
-from meseta.spec.tables import InitKind, TableDtype
-
-Pooled = Literal["sum", "mean"]
+from meseta.spec.tables import InitKind, Pooling, TableDtype
 
 
 class RowOptimizerConfig(Section):
@@ -85,8 +83,9 @@ class TableConfig(Section):
     embedding_dim: Width | None = None
     """Numbers of the vectors of this table; None: model.embedding_dim. Models that need one width for all refuse
     another."""
-    pooling: Pooled | None = None
-    """How bags of this feature are reduced; None: embedding.pooling."""
+    pooling: Pooling | None = None
+    """How bags of this feature are reduced, with 'none' not at all, for a model of your own that reads rows; None:
+    embedding.pooling."""
 
 
 class RegularizationConfig(Section):
@@ -112,7 +111,7 @@ class EmbeddingConfig(Section):
     """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()
     """Initial rows of all tables."""
-    pooling: Pooled = "sum"
+    pooling: Literal["sum", "mean"] = "sum"
     """How bags with several ids are reduced."""
     id_policy: Literal["error", "drop", "clamp", "hash"] = "error"
     """What happens to an id outside its table."""
@@ -133,7 +132,7 @@ class EmbeddingConfig(Section):
         own = self.tables.get(table)
         return _with_exceptions(self.optimizer, own.optimizer if own else None, "name")
 
-    def pooling_of(self, table: str) -> Pooled:
+    def pooling_of(self, table: str) -> Pooling:
         """How bags of a feature are reduced."""
         own = self.tables.get(table)
         return self.pooling if own is None or own.pooling is None else own.pooling

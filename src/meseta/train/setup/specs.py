@@ -25,6 +25,12 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
                 raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")
     tables, features = [], []
     for column in dataset.sparse:
+        pooling = config.embedding.pooling_of(column.name)
+        if pooling == "none" and column.weighted:
+            raise MesetaError(
+                f"config: embedding.tables.{column.name}.pooling is 'none', but its ids have weights, which multiply "
+                "rows while they are pooled; set it to sum or mean"
+            )
         optimizer = OptimizerSpec(**config.embedding.optimizer_of(column.name))
         tables.append(
             TableSpec(
@@ -40,7 +46,7 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             FeatureSpec(
                 name=column.name,
                 table=column.name,
-                pooling=config.embedding.pooling_of(column.name),
+                pooling=pooling,
                 weighted=column.weighted,
                 id_policy=config.embedding.id_policy,
             )
