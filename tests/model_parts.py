@@ -7,39 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meseta.config.models import ModelConfig, section_class
 from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
 from meseta.spec import FeatureSpec, TableSpec
-
-TINY: dict[str, Any] = {
-    "cross_layers": 2,
-    "cross_low_rank": 3,
-    "deep_mlp": [8, 6],
-    "mask_blocks": [8, 6],
-    "first_mlp": [8, 6],
-    "second_mlp": [6, 8],
-    "gate_mlp": [4],
-    "first_block": [8, 6],
-    "second_block": [6],
-    "bottom_mlp": [8],
-    "top_mlp": [8],
-    "layers": 2,
-    "fm_vectors": 3,
-    "linear_vectors": 2,
-    "fm_rank": 2,
-    "fm_mlp": [6],
-    "interactions": {"self_attention": 2, "cross": 1, "dot": 2, "linear": 1, "convolution": 1},
-}
-"""Sizes of models whose sections take no keys of other models."""
-
-
-def sizes_of(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The section `model` called so with those of `sizes` that it takes, and tiny layers elsewhere."""
-    section = section_class(name)
-    if section is ModelConfig or section.takes_former_keys:
-        return {**sizes, "name": name}
-    return {key: size for key, size in {**TINY, **sizes, "name": name}.items() if key in section.model_fields}
 
 
 @dataclass

@@ -78,6 +78,22 @@ class TwoBlocks(Plain):
         return logits, dict(zip(self.loss_terms, losses, strict=True))
 
 
+class AddsRows(Plain):
+    """Adds the rows of features that are not pooled by itself."""
+
+    reads_embeddings = True
+
+    def score(self, dense: Tensor, embeddings: Any) -> Tensor:
+        bags = []
+        for feature in self.embeddings.features:
+            found = embeddings[feature.name]
+            if feature.pooling == "none":
+                sample = torch.repeat_interleave(torch.arange(len(dense)), found.lengths)
+                found = found.values.new_zeros(len(dense), found.values.shape[1]).index_add(0, sample, found.values)
+            bags.append(found)
+        return super().score(dense, torch.cat(bags, dim=1))
+
+
 class AsksForNumbers(Plain):
     """Its scale is read out of a tensor."""
 

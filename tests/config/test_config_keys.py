@@ -73,7 +73,10 @@ def test_a_key_as_it_is_shown() -> None:
         ("model.cin_layers", ["model.cin_layers"]),
         ("metrics", ["metrics.ndcg_k", "metrics.segments", "metrics.max_segments"]),
         ("embedding.init", ["embedding.init.kind", "embedding.init.scale"]),
-        ("embedding.tables.user", ["embedding.tables.<feature>.optimizer", "embedding.tables.<feature>.init"]),
+        (
+            "embedding.tables.user",
+            [f"embedding.tables.<feature>.{key}" for key in ("optimizer", "init", "embedding_dim", "pooling")],
+        ),
         ("embedding.tables.user.optimizer.lr", ["embedding.tables.<feature>.optimizer"]),
         ("*.optimizer.lr", ["embedding.optimizer.lr", "dense.optimizer.lr"]),
         ("batch_size", ["train.batch_size", "train.eval_batch_size"]),

@@ -13,8 +13,8 @@ import torch
 from meseta.comm.dense_shards import cut_modules
 from meseta.config import ModelConfig
 from meseta.models import DHEN, make_model
-from model_parts import OneRowEach, sizes_of
-from small_run import settings
+from model_parts import OneRowEach
+from small_run import of_its_model, settings
 
 from .pool import RankPool
 from .test_training import HOSTS, MIXED, WIDE, losses, train_on, weights
@@ -61,7 +61,9 @@ def test_dropout_and_norms_are_of_the_global_batch(
 
 
 def test_a_layer_of_dhen_is_gathered_as_one() -> None:
-    model = make_model(ModelConfig(**sizes_of("dhen", {"embedding_dim": 4, "layers": 3})), OneRowEach([4, 4]), 2, 0)
+    model = make_model(
+        ModelConfig(**of_its_model({"name": "dhen", "embedding_dim": 4, "layers": 3})), OneRowEach([4, 4]), 2, 0
+    )
     assert isinstance(model, DHEN)
     assert dict(cut_modules(model, model.embeddings)) == {
         "bottom": model.bottom,

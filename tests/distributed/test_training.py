@@ -166,6 +166,18 @@ def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks
     assert lines["1"][0]["loss_terms"]["first"] == pytest.approx(mean, rel=1e-9)
 
 
+def test_tables_of_several_widths_and_reductions_on_any_number_of_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    tables = {"user": {"embedding_dim": 48}, "item": {"embedding_dim": 64}, "tags": {"pooling": "mean"}}
+    common = {**WIDE, "embedding__dtype": "float64", "embedding__tables": tables, "train__max_steps": 10}
+    for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
+        document = settings(tiny, tmp_path / str(size), **common, model__name="dlrm_dcnv2", plan=plan)
+        train_on(ranks, size, document)
+    for size in ("2", "4"):
+        np.testing.assert_allclose(losses(tmp_path / size), losses(tmp_path / "1"), rtol=0, atol=1e-10)
+
+
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = {
         "embedding__dtype": "float64",

@@ -38,7 +38,9 @@ PUBLIC = {
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
-        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep XDeepFM fill_glorot make_model
+        AutoInt CrossShape DCNv2 DHEN DHENShape DLRM DLRMDCNv2 DeepFM FM FinalMLP FinalNet FinalShape GDCN
+        LogisticRegression MLP MLPOptions MMoE MaskNet MaskShape StreamShape WideDeep Wukong WukongShape XDeepFM
+        fill_glorot make_model
     """,
     "meseta.ops.row_file": "DiskEngine EngineFacts FrozenRows RowFile RowFileCounters RowRead engine_facts",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",

@@ -25,7 +25,8 @@ from meseta.models import (
 )
 from meseta.models.base import before_of
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
-from model_parts import OneRowEach, sizes_of, some_dense, some_ids
+from model_parts import OneRowEach, some_dense, some_ids
+from small_run import of_its_model
 
 
 def numpy_mlp(x: np.ndarray, model: nn.Module, part: str, relu_last: bool) -> np.ndarray:
@@ -162,7 +163,7 @@ def test_float32_inputs_to_a_float64_model(index: int) -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_no_dense_inputs_and_no_samples(name: Any) -> None:
     sizes = {"embedding_dim": 2, "bottom_mlp": (3,), "top_mlp": (3,), "cross_low_rank": 2}
-    config = ModelConfig(**sizes_of(name, sizes))
+    config = ModelConfig(**of_its_model({"name": name, **sizes}))
     dim = config.table_width()
     bare = make_model(config, OneRowEach([dim, dim]), 0, 0)
     assert bare(torch.zeros(3, 0), some_ids(2, 3)).isfinite().all()

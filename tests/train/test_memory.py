@@ -128,7 +128,7 @@ def test_parts_of_a_batch_need_less_for_activations(tmp_path: Path, tiny: Path) 
     dataset = Dataset.load(tiny)
     ids = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     kept = 4096 * (4 * 4 * len(dataset.sparse) + 8 * ids)  # gradients of bags of 4 columns, and ids
-    assert abs(part.activations - whole.activations / 4 - kept) <= 1
+    assert abs(part.activations - whole.activations / 4 - kept) <= 0.01 * whole.activations  # but for ends of blocks
     assert (part.tables, part.reading) == (whole.tables, whole.reading)
 
 

@@ -116,10 +116,11 @@ def test_another_layout_of_ranks_is_told(tiny: Path, tmp_path: Path, capsys: pyt
 
 
 def test_another_model_of_equal_shapes_is_refused(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    train(settings(tiny, tmp_path / "run", train__max_steps=2, embedding__tables={"tags": {"pooling": "sum"}}))
     for key, value, words in (
         ("model__dropout", 0.5, "model.dropout was 0.0 and is 0.5 now"),
         ("embedding__pooling", "mean", "embedding.pooling was 'sum' and is 'mean' now"),
+        ("embedding__tables", {"tags": {"pooling": "mean"}}, "embedding.tables.tags.pooling was 'sum' and is 'mean'"),
     ):
-        with pytest.raises(MesetaError, match=f"run_dir .* trains another model: {words}; set it back"):
+        with pytest.raises(MesetaError, match=f"run_dir .* trains another model: {words}.*; set it back"):
             train(settings(tiny, tmp_path / "run", **{key: value}))

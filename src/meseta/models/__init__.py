@@ -1,13 +1,14 @@
-"""Recommendation models: from the linear baseline to DLRM, and MMoE for several labels."""
+"""Recommendation models: from the linear baseline to DHEN, and MMoE for several labels."""
 
+from meseta.models.cross import CrossShape
 from meseta.models.factory import make_model
 from meseta.models.interactions.dcnv2 import DCNv2
-from meseta.models.interactions.dhen import DHEN
-from meseta.models.interactions.final import FinalNet
-from meseta.models.interactions.finalmlp import FinalMLP
+from meseta.models.interactions.dhen import DHEN, DHENShape
+from meseta.models.interactions.final import FinalNet, FinalShape
+from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
 from meseta.models.interactions.gdcn import GDCN
-from meseta.models.interactions.masknet import MaskNet
-from meseta.models.interactions.wukong import Wukong
+from meseta.models.interactions.masknet import MaskNet, MaskShape
+from meseta.models.interactions.wukong import Wukong, WukongShape
 from meseta.models.layers import MLP, MLPOptions, fill_glorot
 from meseta.models.ranking.autoint import AutoInt
 from meseta.models.ranking.dlrm import DLRM
@@ -25,17 +26,23 @@ __all__ = [
     "GDCN",
     "MLP",
     "AutoInt",
+    "CrossShape",
     "DCNv2",
+    "DHENShape",
     "DLRMDCNv2",
     "DeepFM",
     "FinalMLP",
     "FinalNet",
+    "FinalShape",
     "LogisticRegression",
     "MLPOptions",
     "MMoE",
     "MaskNet",
+    "MaskShape",
+    "StreamShape",
     "WideDeep",
     "Wukong",
+    "WukongShape",
     "XDeepFM",
     "fill_glorot",
     "make_model",

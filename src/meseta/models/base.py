@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.embedding.flight import Flight
-from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
 from meseta.spec import MesetaError, TableSpec
@@ -65,7 +65,7 @@ class ScoringModel(nn.Module, ABC):
     ) -> Float[Tensor, " B *T"]:
         """Logits of the click probability; dense inputs are cast to the type of the embeddings. `sparse` may be what
         `meseta.ahead` puts in its place."""
-        return self.score(dense, self.embeddings(sparse).pooled.values)
+        return self.score(dense, readable(self, self.embeddings(sparse)))
 
     def before(self, dense: Float[Tensor, "B num_dense"]) -> OfDense:
         """What needs no embeddings, computed while they travel; `score` takes it in place of the dense inputs.
@@ -126,6 +126,21 @@ def before_of(model: Any) -> Callable[[Tensor], Any] | None:
         return None
     method: Callable[[Tensor], Any] = model.before
     return method
+
+
+def readable(model: Any, embeddings: Embeddings) -> Any:
+    """What `score` of a model reads: the pooled vectors side by side [B, sum of D_f], or, where it has
+    `reads_embeddings`, all that was looked up, with the rows of features that are not pooled."""
+    return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
+
+
+def check_reads_pooled(what: str, model: Any) -> None:
+    """Raise MesetaError, in which `what` cannot be done, where a model reads more than pooled vectors."""
+    if getattr(model, "reads_embeddings", False):
+        raise MesetaError(
+            f"{what}: {type(model).__name__} has reads_embeddings, and this knows pooled vectors alone; give the model "
+            "a score(dense, pooled) of pooled vectors"
+        )
 
 
 def term_names(model: Any) -> tuple[str, ...]:

@@ -99,11 +99,13 @@ class FirstOrder(nn.Module):
 
 def equal_width(model: str, dims: Mapping[str, int], at_least: int = 1) -> int:
     """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below `at_least`."""
-    width = max(dims.values())
+    widest = max(dims, key=lambda feature: dims[feature])
+    width = dims[widest]
     for feature, dim in dims.items():
         if dim != width or dim < at_least:
+            other = f" and {widest!r} {width}" if dim != width else ""
             raise MesetaError(
-                f"{model}: feature {feature!r} has embedding_dim {dim}, but all must have one width, at least "
+                f"{model}: feature {feature!r} has embedding_dim {dim}{other}, but all must have one width, at least "
                 f"{at_least}; give all tables embedding_dim={max(width, at_least)}"
             )
     return width

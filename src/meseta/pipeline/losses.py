@@ -30,10 +30,10 @@ class BatchLosses:
         self._task_weights = task_weights
 
     def __call__(
-        self, dense: Any, pooled: Float[Tensor, "B sum_of_D"], batch: Batch
+        self, dense: Any, pooled: Any, batch: Batch
     ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""], Float[Tensor, " _losses"]]:
         """(logits, the sum to be made small, the same and that of each term without a gradient in float64) over the
-        samples of `batch`, each by its weight; `dense` is as `score` takes it.
+        samples of `batch`, each by its weight; `dense` and `pooled` are as `score` takes them.
 
         Raises MesetaError for logits of another shape than the labels, and for terms that are not those of `loss_terms`
         or not one number for each sample, or for each sample and task.

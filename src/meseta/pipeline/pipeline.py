@@ -17,7 +17,7 @@ from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
 from meseta.embedding.flight import Flight
 from meseta.jagged.shapes import Float
-from meseta.models.base import before_of
+from meseta.models.base import before_of, readable
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import step_unless
@@ -451,7 +451,7 @@ class Pipeline:
                 with stage("dense_forward"), explain_uncalled():
                     dense = self._before(dense)
             with stage("lookup"):
-                pooled = embeddings.finish(part.flight).pooled.values
+                pooled = readable(self.model, embeddings.finish(part.flight))
             self._for_each_ahead(self._exchange)
             self._hear()  # behind the counts, for which the host has waited
             if hides and following is not None:

@@ -125,6 +125,11 @@ class Wukong(ScoringModel):
         """Their vector."""
         return cast(Tensor, self.bottom(dense, self.batch_slice))
 
+    @property
+    def reads_dense_alone(self) -> bool:
+        """Whether there is a bottom MLP."""
+        return self.bottom.mlp is not None
+
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The logits above."""
         fields = torch.cat([x, pooled.unflatten(1, (-1, self.width))], dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -20,11 +21,12 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.models import make_model
-from meseta.models.base import OfDense, ScoringModel, before_of
+from meseta.models.base import OfDense, ScoringModel, before_of, check_reads_pooled
 from meseta.models.initial import fill_named
 from meseta.models.own import own_model_class
 from meseta.ops.library import FLOPS
 from meseta.spec import InitSpec, MesetaError
+from meseta.train.setup.heap import heap_peak
 
 PASSES = 3
 """A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
@@ -82,13 +84,10 @@ class _Ledger(TorchDispatchMode):
         """Of the blocks that these lie in."""
         return {self._numbers[t.untyped_storage()._cdata] for t in tensors if t is not None}
 
-    def peak(self, but: Collection[int] = ()) -> int:
-        """The most bytes that were taken at once, apart from some blocks."""
-        most = now = 0
-        for number, num_bytes in self.entries:
-            now += 0 if number in but else num_bytes
-            most = max(most, now)
-        return most
+    def peak(self, on_heap: bool, but: Collection[int] = ()) -> int:
+        """The most bytes that were taken at once, apart from some blocks, or what the C library's heap grows to."""
+        entries = [(number, num_bytes) for number, num_bytes in self.entries if number not in but]
+        return heap_peak(entries) if on_heap else max(accumulate(n for _, n in entries), default=0)
 
 
 def answers_bytes(outline: nn.Module, batch_size: int) -> int:
@@ -96,15 +95,16 @@ def answers_bytes(outline: nn.Module, batch_size: int) -> int:
     return batch_size * _columns(outline) * _embeddings(outline).dtype.itemsize
 
 
-def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+def step_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
     """The most bytes that scoring `batch_size` samples and the way back take at once: bags, activations, gradients of
-    both, and what products need beside. Parameters and their gradients are counted elsewhere.
+    both, and what products need beside. Parameters and their gradients are counted elsewhere. `on_heap`: what the heap
+    of a process that trains on a CPU grows to for them.
 
     A layer that asks where its samples lie is told of one rank. A model of the user's own that cannot be followed
     without numbers counts by its linear layers: their outputs and the gradients of these.
     """
     try:
-        return _followed_step(outline, batch_size, num_dense)
+        return _followed_step(outline, batch_size, num_dense, on_heap)
     except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
         if isinstance(outline, ScoringModel):
             raise
@@ -161,16 +161,16 @@ def _way_back(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Se
     return torch.autograd.grad(tensors, learned, ones, allow_unused=True) if tensors and learned else ()
 
 
-def _followed_step(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+def _followed_step(outline: nn.Module, batch_size: int, num_dense: int, on_heap: bool) -> int:
     with _Ledger(_tensors(outline)) as ledger:
         dense, pooled = _inputs(outline, batch_size, num_dense)
         logits = _score(outline, dense, pooled, batch_size)
         found = _way_back(outline, [logits], pooled)
         del logits
-    return ledger.peak(but=ledger.numbers_of(found[1:]))
+    return ledger.peak(on_heap, but=ledger.numbers_of(found[1:]))
 
 
-def score_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+def score_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
     """As `step_bytes`, of an evaluation: there is no way back."""
     try:
         with torch.no_grad(), _Ledger(_tensors(outline)) as ledger:
@@ -179,7 +179,7 @@ def score_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
         if isinstance(outline, ScoringModel):
             raise
         return _by_linear_layers(outline, batch_size) // 2
-    return ledger.peak()
+    return ledger.peak(on_heap)
 
 
 def _by_linear_layers(outline: nn.Module, batch_size: int) -> int:
@@ -194,6 +194,7 @@ def _tensors(outline: nn.Module) -> list[Tensor]:
 
 def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor, Tensor]:
     """Dense inputs [B, num_dense] and bags [B, sum of D], which learn."""
+    check_reads_pooled("outline", outline)  # how many rows there are is a matter of the ids
     dense = torch.empty(batch_size, num_dense, device="meta")
     dtype = _embeddings(outline).dtype
     return dense, torch.empty(batch_size, _columns(outline), dtype=dtype, device="meta").requires_grad_()

@@ -65,7 +65,8 @@ class RunPlanner:
     def run_bytes(self) -> RunBytes:
         """What it adds to the memory of its plan."""
         world = self._world
-        return run_bytes(self.config, self.dataset, self.outline, world.size, world.ranks_per_host)
+        sizes = world.size, world.ranks_per_host
+        return run_bytes(self.config, self.dataset, self.outline, *sizes, on_cpu=world.device.type == "cpu")
 
     def memory(self, plan: Plan) -> RunMemory:
         """What its ranks hold under any plan for the hosts of `plan`."""
@@ -187,7 +188,8 @@ def find_run_plan(
         copies = topology.is_one_cpu_host
         overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
         workload = with_overlap(workload, overlap, outline, len(dataset.dense))
-        run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
+        sizes = topology.num_ranks, topology.devices_per_host
+        run = run_bytes(config, dataset, outline, *sizes, on_cpu=topology.device == "cpu")
     topology, without = room_of_run(topology, config.storage.options)
     planned = find_plan(workload, topology, cost_model, constraints, run, without)
     return planned if topology.num_ranks > 1 or planned.plan.lies_far else replace(planned, plan=collection.plan)
