@@ -3,11 +3,13 @@
 #   TORCH_INDEX=URL        the package index torch alone is taken from, for a CPU-only or another CUDA build
 #   TEST_ARGS="-k reader"  passed on to pytest
 #   PART=kill              one part of `make soak`
+#   SUITES=honest          one suite of `make quality`
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TEST_ARGS ?=
 PART ?=
+SUITES ?= sample honest dhen models
 SYNTH_ARGS := --rows 1800000 --files 9 --scale 0.01
 
 BIN := .venv/bin
@@ -16,7 +18,7 @@ CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/me
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test soak sanitize lint type docs wheel bench clean
+.PHONY: train test soak quality sanitize lint type docs wheel bench clean
 .DELETE_ON_ERROR:
 
 # The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
@@ -42,6 +44,13 @@ test: .venv/installed
 # The whole matrices, kills and fuzz: PART=kill is one part, `make soak PART=--list` tells them; see docs/soak.md.
 soak: .venv/installed
 	$(BIN)/python tools/soak/soak_parts.py $(PART)
+
+# Which model learns more: examples/quality, in hours; SUITES=honest is one of them. What is done is kept in runs/quality.
+quality: export OMP_WAIT_POLICY := passive
+quality: .venv/installed
+	@for suite in $(SUITES); do \
+	  $(BIN)/meseta quality examples/quality/$$suite.yaml --out runs/quality/$$suite || exit 1; \
+	done
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer; MESETA_ISA=baseline takes one instruction set of three.
 sanitize: .venv/installed

@@ -3,14 +3,14 @@ the interval of their mean difference."""
 
 from __future__ import annotations
 
-import math
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from meseta.report.quality.statistics import t_interval
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,6 @@ QUICK_ROWS, QUICK_FILES = 2000, 2
 STEADY_SCALE, STEADY = 0.001, ("embedding.init.scale=0.2",)
 """Of the log, and of the main job, such that every pair of features is learned in time: on the main job's own ids runs
 of one seed lie 0.2 % of NE apart (one standard deviation) for one rounding."""
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Of Student's t, by degrees of freedom from 1 on; of more of them the last is taken, which is a little wide."""
 
 
 def num_test_rows(quick: bool) -> int:
@@ -33,11 +31,8 @@ def num_test_rows(quick: bool) -> int:
 
 def difference(some: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
     """Mean of paired differences, and half of its 95 % interval."""
-    each = [a - b for a, b in zip(some, base, strict=True)]
-    if len(each) < 2:
-        return statistics.mean(each), math.inf
-    factor = T_975[min(len(each) - 2, len(T_975) - 1)]
-    return statistics.mean(each), factor * statistics.stdev(each) / math.sqrt(len(each))
+    interval = t_interval([a - b for a, b in zip(some, base, strict=True)])
+    return interval.mean, interval.high - interval.mean
 
 
 def move_by_an_ulp(weight: Tensor) -> None:

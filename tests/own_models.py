@@ -53,6 +53,47 @@ class Regularised(Plain):
         return super().score(dense, pooled) + self.layers(x, self.embeddings.batch_slice).squeeze(1)
 
 
+class TwoBlocks(Plain):
+    """Each of two blocks also learns what both say together, as the mutual loss of FinalNet has it."""
+
+    loss_terms = ("first", "second")
+
+    def __init__(self, embeddings: Any, *, num_dense: int, labels: tuple[str, ...], seed: int):
+        super().__init__(embeddings, num_dense=num_dense, labels=labels, seed=seed)
+        self.blocks = nn.ModuleList(nn.Linear(self.linear.in_features, len(labels)) for _ in range(2))
+        self.linear = nn.Identity()  # type: ignore[assignment]
+
+    def both(self, dense: Tensor, pooled: Tensor) -> list[Tensor]:
+        x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
+        return [block(x).squeeze(1) for block in self.blocks]
+
+    def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return torch.stack(self.both(dense, pooled)).mean(0)
+
+    def score_with_losses(self, dense: Tensor, pooled: Tensor, label: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        blocks = self.both(dense, pooled)
+        logits = torch.stack(blocks).mean(0)
+        target = logits.detach().sigmoid()
+        losses = [nn.functional.binary_cross_entropy_with_logits(b, target, reduction="none") for b in blocks]
+        return logits, dict(zip(self.loss_terms, losses, strict=True))
+
+
+class AddsRows(Plain):
+    """Adds the rows of features that are not pooled by itself."""
+
+    reads_embeddings = True
+
+    def score(self, dense: Tensor, embeddings: Any) -> Tensor:
+        bags = []
+        for feature in self.embeddings.features:
+            found = embeddings[feature.name]
+            if feature.pooling == "none":
+                sample = torch.repeat_interleave(torch.arange(len(dense)), found.lengths)
+                found = found.values.new_zeros(len(dense), found.values.shape[1]).index_add(0, sample, found.values)
+            bags.append(found)
+        return super().score(dense, torch.cat(bags, dim=1))
+
+
 class AsksForNumbers(Plain):
     """Its scale is read out of a tensor."""
 

@@ -15,6 +15,8 @@ import yaml
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.config.models import section_class
+from meseta.config.models.base import FORMER_KEYS
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from meseta.train.trainer import Trainer
@@ -117,7 +119,36 @@ def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         for name in parents:
             section = section.setdefault(name, {})
         section[last] = value
-    return document
+    return {**document, "model": of_its_model(document["model"])}
+
+
+TINY: dict[str, Any] = {
+    "cross_layers": 2,
+    "cross_low_rank": 3,
+    "deep_mlp": [8, 6],
+    "mask_blocks": [8, 6],
+    "first_mlp": [8, 6],
+    "second_mlp": [6, 8],
+    "gate_mlp": [4],
+    "first_block": [8, 6],
+    "second_block": [6],
+    "bottom_mlp": [8],
+    "top_mlp": [8],
+    "layers": 2,
+    "fm_vectors": 3,
+    "linear_vectors": 2,
+    "fm_rank": 2,
+    "fm_mlp": [6],
+    "interactions": {"self_attention": 2, "cross": 1, "dot": 2, "linear": 1, "convolution": 1},
+}
+"""Sizes of models whose sections take no keys of other models."""
+
+
+def of_its_model(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without sizes of other models than the one that is named; tiny, where its section takes no keys of others."""
+    section = section_class(keys.get("name", "dlrm"))
+    own = {} if section.takes_former_keys else {key: TINY[key] for key in TINY if key in section.model_fields}
+    return own | {key: value for key, value in keys.items() if key in section.model_fields or key not in FORMER_KEYS}
 
 
 def write_config(path: Path, document: dict[str, Any]) -> Path:
@@ -177,7 +208,7 @@ def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, r
     from meseta.train.setup.workload import make_workload
 
     workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
-    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host)
+    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host, on_cpu=True)
     needs = RunMemory(workload=workload, run=run).needs(plan)
     of_rank = (of_ranks[rank] for phase, of_ranks in needs.items() if phase != "checkpoint")
     return max(of_rank, key=lambda need: need.total)

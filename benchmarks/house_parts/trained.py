@@ -19,7 +19,7 @@ from house_parts.listed import agreement_seconds
 from house_parts.plans import compare_plan_files
 
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES, LayeredModelConfig, section_class
 from meseta.planner import predict
 from meseta.spec import COLUMN_BLOCK, Plan, ShardingType, Topology
 from meseta.spec.optimizer import USED_FIELDS
@@ -46,7 +46,7 @@ def sampled_config(number: int, data: Path) -> tuple[dict[str, Any], int]:
     model: dict[str, Any] = {"name": draw.choice(MODEL_NAMES), "embedding_dim": draw.choice([16, 32])}
     if model["name"].startswith("dlrm"):
         model |= {"bottom_mlp": [32, model["embedding_dim"]], "top_mlp": [32]}
-    if model["name"] != "logistic_regression":
+    if issubclass(section_class(model["name"]), LayeredModelConfig):
         model |= {"dropout": draw.choice([0.0, 0.3]), "batch_norm": draw.random() < 0.3}
     dtype = draw.choice(["float32", "float32", "bfloat16", "float64"])
     document: dict[str, Any] = {

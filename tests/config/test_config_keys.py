@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,8 +15,8 @@ import yaml
 from meseta.config import ModelConfig, RunConfig, check_document
 from meseta.config.example import example
 from meseta.config.keys import all_keys, find_keys
-from meseta.config.model import MODEL_NAMES
-from meseta.config.widths import wanted_embedding_dim
+from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
+from meseta.models.base import term_names
 from meseta.models.factory import make_model
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
@@ -45,6 +45,9 @@ def test_every_config_key_is_listed() -> None:
     schema = RunConfig.model_json_schema()
     listed = {key.path: key for key in all_keys()}
     wanted = set(schema_paths(schema, schema, ""))
+    for section in (*model_sections().values(), OwnModelConfig):
+        keys = section.model_json_schema()
+        wanted |= set(schema_paths(keys, keys, "model"))
     folded = {path for path, key in listed.items() if key.kind == "section"}  # "keys as above"
     covered = {path for path in wanted if any(path.startswith(f"{fold}.") for fold in folded)}
     assert wanted - covered == set(listed) - folded
@@ -70,7 +73,10 @@ def test_a_key_as_it_is_shown() -> None:
         ("model.cin_layers", ["model.cin_layers"]),
         ("metrics", ["metrics.ndcg_k", "metrics.segments", "metrics.max_segments"]),
         ("embedding.init", ["embedding.init.kind", "embedding.init.scale"]),
-        ("embedding.tables.user", ["embedding.tables.<feature>.optimizer", "embedding.tables.<feature>.init"]),
+        (
+            "embedding.tables.user",
+            [f"embedding.tables.<feature>.{key}" for key in ("optimizer", "init", "embedding_dim", "pooling")],
+        ),
         ("embedding.tables.user.optimizer.lr", ["embedding.tables.<feature>.optimizer"]),
         ("*.optimizer.lr", ["embedding.optimizer.lr", "dense.optimizer.lr"]),
         ("batch_size", ["train.batch_size", "train.eval_batch_size"]),
@@ -106,20 +112,37 @@ def test_an_example_is_the_default_config(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def changed(value: Any) -> Any:
-    if isinstance(value, str):
-        return "none"
-    return (*value, 5) if isinstance(value, tuple) else value + 0.5 if isinstance(value, float) else value + 1
+BESIDE: dict[str, dict[str, Any]] = {
+    "cross_low_rank": {"cross": "low_rank"},
+    "cross_experts": {"cross": "mixture"},
+    "cross_activation": {"cross": "mixture"},
+    "attention_heads": {"interactions": {"self_attention": 4}},
+    "convolution_channels": {"interactions": {"convolution": 4}},
+    "masknet.structure": {"deep_mlp": ()},
+}
+"""Keys that change something beside other values than the defaults."""
+
+
+def changed(annotation: Any, value: Any) -> Any:
+    """Another value of a key."""
+    match value:
+        case bool():
+            return not value
+        case str():
+            return next(other for other in get_args(annotation) if other != value)
+        case tuple():
+            return (*value, "f0" if str in get_args(annotation) else 6)
+        case dict():
+            return {**value, "linear": 5}
+        case float():
+            return value + 0.5
+    return 2 * value
 
 
 def built(config: ModelConfig) -> object:
-    """What can be seen of a model; None where a setting is refused, since nothing would come of it."""
-    try:
-        model = make_model(config, OneRowEach([wanted_embedding_dim(config)] * 3), 4, 0)
-    except MesetaError as error:
-        assert "change nothing" in str(error)
-        return None
-    return [repr(model), [getattr(part, "options", None) for part in model.modules()],
+    """What can be seen of a model."""
+    model = make_model(config, OneRowEach([config.table_width()] * 3), 4, 0)
+    return [repr(model), term_names(model), [getattr(part, "options", None) for part in model.modules()],
             [(name, parameter.shape) for name, parameter in model.named_parameters()]]  # fmt: skip
 
 
@@ -127,12 +150,12 @@ def built(config: ModelConfig) -> object:
 def test_an_example_has_the_keys_of_its_model_that_change_something(name: str) -> None:
     shown = set(yaml.safe_load(example(name))["model"]) - {"name"}
     config = ModelConfig(name=name)
-    alone = built(config)
-    for key in set(ModelConfig.model_fields) - {"name", "options"}:
-        value = getattr(config, key)
-        other = built(config.model_copy(update={key: True if value is False else changed(value)}))
-        assert (other is not None and other != alone) == (key in shown), key
-    assert "options" not in shown
+    assert shown == set(type(config).model_fields) - {"name"}
+    for key in shown:
+        beside = BESIDE.get(f"{name}.{key}", BESIDE.get(key, {}) if set(BESIDE.get(key, {})) <= shown else {})
+        alone, annotation = config.model_copy(update=beside), type(config).model_fields[key].annotation
+        other = alone.model_copy(update={key: changed(annotation, getattr(alone, key))})
+        assert built(other) != built(alone), key
 
 
 def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:

@@ -109,7 +109,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("train.batch_size=0", ["key 'train.batch_size'", "greater than or equal to 1", "got 0"]),
         ("train.max_steps=2.5", ["key 'train.max_steps'", "got 2.5"]),
         ("model.name=dlmr", ["key 'model.name'", "no model 'dlmr'; did you mean 'dlrm'?", "'package.module:Class'"]),
-        ("model.name=a..b:C", ["key 'model.name'", "known are autoint, deepfm"]),
+        ("model.name=a..b:C", ["key 'model.name'", "known are autoint, dcnv2"]),
         ("model.options={a: 1}", ["key 'model'", "'options' are for a model of your own", "'dlrm'"]),
         ("model.bottom_mlp=5", ["key 'model.bottom_mlp': input should be a list, got 5"]),
         ("model.bottom_mlp=[4, 0]", ["key 'model.bottom_mlp.1'", "got 0"]),

@@ -20,10 +20,12 @@ from meseta.cli.data import app
 from meseta.data.synth import (
     CARDINALITIES,
     CHUNK_ROWS,
+    MAX_COUNT,
     MISSING_DENSE,
     MISSING_SPARSE,
     NO_COUNT,
     ZIPF_EXPONENTS,
+    ZIPF_SHIFT,
     ClickLog,
     LogRows,
     SynthOptions,
@@ -32,8 +34,7 @@ from meseta.data.synth import (
     write_click_log,
     zipf_probabilities,
 )
-from meseta.data.synth import click_log as synth
-from meseta.data.synth.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
+from meseta.data.synth.teacher import NUM_BINS, PROBABILITIES, Tally
 from meseta.spec import MesetaError
 
 LOG = ClickLog(seed=3, scale=0.01)
@@ -88,7 +89,7 @@ def test_ids_follow_the_zipf_law(rows: LogRows) -> None:
 
 def test_zipf_is_close_to_the_plain_power_law() -> None:
     exponent = 1.2
-    weights = (np.arange(10_000) + 1.5 + synth.ZIPF_SHIFT) ** -exponent
+    weights = (np.arange(10_000) + 1.5 + ZIPF_SHIFT) ** -exponent
     np.testing.assert_allclose(zipf_probabilities(10_000, exponent), weights / weights.sum(), rtol=0.02)
 
 
@@ -137,7 +138,7 @@ def test_seeds_differ() -> None:
 def test_effects_of_pairs_are_invisible_one_feature_at_a_time(rows: LogRows) -> None:
     teacher = LOG.teacher
     pair_part = teacher._parts(rows.dense, rows.ids)[2]
-    for f in {f for f, _, _ in PAIRS}:
+    for f in LOG.law.planted_features:
         ids = rows.ids[f]
         counts = np.bincount(ids + 1)
         means = np.bincount(ids + 1, pair_part) / np.maximum(counts, 1)
@@ -218,7 +219,7 @@ def test_text_reads_back(rows: LogRows) -> None:
 
 def test_extreme_counts_are_written() -> None:
     dense = np.full((13, 2), NO_COUNT, np.int32)
-    dense[0], dense[1] = [0, synth.MAX_COUNT], [-1, 9999]
+    dense[0], dense[1] = [0, MAX_COUNT], [-1, 9999]
     rows = LogRows(np.array([0, 1], np.int8), dense, np.full((26, 2), -1), np.zeros(2, np.int32))
     assert encode_tsv(rows) == b"0\t0\t-1" + b"\t" * 37 + b"\n1\t65535\t9999" + b"\t" * 37 + b"\n"
 

@@ -18,7 +18,7 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor

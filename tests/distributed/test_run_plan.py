@@ -12,7 +12,7 @@ import yaml
 
 from distributed.pool import RankPool
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.planner import Planned
 from meseta.spec import CostModel, MesetaError, Topology
 from meseta.spec.constraints import Constraints

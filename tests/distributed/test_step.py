@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,19 @@ def test_micro_batches_of_the_embedding_have_the_bits_of_the_whole_batch(
         for (_, weight, state), (_, other, other_state) in zip(expected, got, strict=True):
             assert torch.equal(weight, other)
             assert all(torch.equal(state[name], other_state[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "sgd"])
+def test_the_penalty_of_each_lookup_on_several_ranks_is_that_of_one(ranks: Ranks, name: str) -> None:
+    """Of lookups of the global batch, in replicas, whole tables, columns of rows and ranges of rows; also in parts."""
+    spec = OptimizerSpec(name=name, lr=0.05, weight_decay=0.1, l1=0.01, stepped_rows="looked_up")
+    alone = run_steps([7, 2, 1, 5], True, 1, spec)
+    once = run_steps([7, 2, 1, 5], True, 1, replace(spec, stepped_rows="touched"))
+    assert any(not torch.equal(a[1], b[1]) for a, b in zip(alone["shards"], once["shards"], strict=True))
+    for got in [run_steps([7, 2, 1, 5], True, 3, spec), *ranks(2).run(run_steps, [7, 2, 1, 5], True, 2, spec)]:
+        assert_same(got, alone, 1e-12)
+    for got in ranks(4).run(run_steps, [7, 2, 1, 5], True, 1, spec):
+        assert_same(got, alone, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "sgd"])

@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
@@ -104,7 +105,12 @@ def test_one_process_and_many_train_the_same_model(
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model", [*MODEL_NAMES, "own_models:Plain", "own_models:Regularised"])
+RARE = {"dcnv2", "gdcn", "masknet", "finalmlp", "wukong", "dhen"}
+"""Models that `make soak` trains here; one of them is on several ranks in test_model_ranks.py as well."""
+MODELS = [pytest.param(name, marks=pytest.mark.soak if name in RARE else []) for name in MODEL_NAMES]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "own_models:Plain", "own_models:Regularised"])
 def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> None:
     common = {
         **({} if model == "logistic_regression" else WIDE),
@@ -127,6 +133,49 @@ def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Pat
     two = train_on(ranks, 2, settings(tiny, tmp_path / "two", **common, plan=plan))
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
     assert two["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
+
+
+def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    """Each line has their means since the line before, of a run that was taken up in the middle of one too."""
+    common = {
+        "embedding__dtype": "float64",
+        "model": {"name": "own_models:TwoBlocks", "embedding_dim": 32},
+        "train__max_steps": 10,
+        "train__log_every_steps": 5,
+    }
+    for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
+        train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
+    for _ in range(2):
+        train(settings(tiny, tmp_path / "again", **common, checkpoint__every_steps=7))
+        shutil.rmtree(newest(tmp_path / "again/checkpoints"))  # so that the second run goes on from step 7
+    each = train(settings(tiny, tmp_path / "each", **{**common, "train__log_every_steps": 1}))
+    lines = {
+        name: [line for line in metrics(tmp_path / name) if line["kind"] == "train" and line["step"] % 5 == 0]
+        for name in ("1", "2", "4", "again", "each")
+    }
+    assert each["num_steps"] == 10 and [line["step"] for line in lines["1"]] == [5, 10]
+    for name in ("2", "4", "again"):
+        for line, of_one in zip(lines[name], lines["1"], strict=True):
+            assert set(line["loss_terms"]) == {"first", "second"}
+            assert line["loss_terms"] == pytest.approx(of_one["loss_terms"], rel=0, abs=1e-10)
+            assert line["loss"] == pytest.approx(of_one["loss"], rel=0, abs=1e-10)
+    steps = [line for line in metrics(tmp_path / "each") if line["kind"] == "train" and line["step"] <= 5]
+    mean = np.mean([line["loss_terms"]["first"] for line in steps])  # batches of one size
+    assert lines["1"][0]["loss_terms"]["first"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_tables_of_several_widths_and_reductions_on_any_number_of_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    tables = {"user": {"embedding_dim": 48}, "item": {"embedding_dim": 64}, "tags": {"pooling": "mean"}}
+    common = {**WIDE, "embedding__dtype": "float64", "embedding__tables": tables, "train__max_steps": 10}
+    for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
+        document = settings(tiny, tmp_path / str(size), **common, model__name="dlrm_dcnv2", plan=plan)
+        train_on(ranks, size, document)
+    for size in ("2", "4"):
+        np.testing.assert_allclose(losses(tmp_path / size), losses(tmp_path / "1"), rtol=0, atol=1e-10)
 
 
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

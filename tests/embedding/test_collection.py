@@ -165,6 +165,32 @@ def test_an_absolute_penalty_pulls_touched_rows_or_all() -> None:
         torch.testing.assert_close(ours.shards[0].weight, expected, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_penalties_of_each_lookup_are_those_of_a_loss_that_has_them(name: str, clip: float | None) -> None:
+    """Against autograd of the loss plus, for each id of each bag, l2 / 2 * |row|^2 + l1 * (sum of |row|)."""
+    l2, l1 = 0.04, 0.02
+    spec = OptimizerSpec(name=name, lr=0.05, weight_decay=l2, l1=l1, stepped_rows="looked_up", clip_value=clip)
+    ours = make(spec)
+    plain = Plain(ours)
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
+    theirs = kind(plain.parameters(), lr=0.05, **({} if name == "sgd" else {"eps": 1e-8}))  # type: ignore[operator]
+    for step in range(8):
+        kjt = batch(step)
+        loss = loss_of(plain(kjt), step)
+        for feature in FEATURES:
+            rows = plain.weight[feature.table][kjt[feature.name].values]
+            loss = loss + l2 / 2 * (rows**2).sum() + l1 * rows.abs().sum()
+        theirs.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_value_(plain.parameters(), clip)
+        theirs.step()
+        loss_of(ours(kjt), step).backward()
+        for table, weight in weights(ours).items():
+            torch.testing.assert_close(weight, plain.weight[table].detach(), rtol=0, atol=1e-12)
+
+
 class RowwiseAdagrad(torch.optim.Optimizer):
     """The formula of arXiv 2104.05158 on a dense gradient."""
 

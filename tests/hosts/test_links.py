@@ -142,7 +142,7 @@ def test_targets_are_those_of_the_variants_that_are_timed() -> None:
 
 def test_the_interval_of_a_mean_difference() -> None:
     mean, half = difference([1.0, 2.0, 3.0], [0.0, 1.5, 2.0])
-    assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.303 * 0.2886751 / 3**0.5)
+    assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.302653 * 0.2886751 / 3**0.5)
 
 
 def test_one_case_of_bits_has_one_checksum() -> None:

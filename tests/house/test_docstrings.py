@@ -17,12 +17,14 @@ def public_definitions() -> Iterator[tuple[str, Function | ast.ClassDef]]:
 
 
 def fields_without_docstring(node: ast.ClassDef) -> list[str]:
-    """Annotated fields that no string literal follows."""
+    """Annotated fields that no string literal follows, but for what a base explains: the only `name` of a class, and
+    constants without a type."""
     missing = []
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             has_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if not has_text and not statement.target.id.startswith("_"):
+            is_explained = ast.unparse(statement).startswith(("name: Literal['", f"{statement.target.id}: ClassVar ="))
+            if not has_text and not is_explained and not statement.target.id.startswith("_"):
                 missing.append(statement.target.id)
     return missing
 

@@ -21,6 +21,7 @@ HEAVY_BY_MODULE = {
     "meseta.planner": {"torch", "pyarrow"},  # it reckons in arrays
     "meseta.measure.doctor.examine": HEAVY,
     "meseta.data.read.cut": {"torch"},
+    "meseta.data.synth": {"torch"},
     "meseta.data.read.decode": {"torch"},
     "meseta.readers.dispatching": {"torch"},
     "meseta.readers.reading": {"torch"},

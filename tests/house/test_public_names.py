@@ -22,20 +22,25 @@ PUBLIC = {
         ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
         check_document load_config read_document set_default
     """,
+    "meseta.config.models": """
+        MODEL_NAMES LayeredModelConfig ModelConfig OwnModelConfig VectorModelConfig model_sections section_class
+    """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
     "meseta.data.parse_tsv": "parse_tsv",
     "meseta.data.prepare": "PrepareOptions Progress find_teacher for_training load_prepared prepare read_layout",
     "meseta.data.synth": """
         CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS DENSE_SHIFTED DENSE_SPREAD LogRows MAX_COUNT
-        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE SynthOptions ZIPF_EXPONENTS ZIPF_SHIFT
-        category_codes encode_tsv write_click_log zipf_probabilities zipf_ranks
+        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE PlantedProduct SynthOptions SynthWorld WORLDS
+        ZIPF_EXPONENTS ZIPF_SHIFT category_codes encode_tsv find_world write_click_log zipf_probabilities zipf_ranks
     """,
+    "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
-        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep XDeepFM fill_glorot make_model
-        wanted_embedding_dim
+        AutoInt CrossShape DCNv2 DHEN DHENShape DLRM DLRMDCNv2 DeepFM FM FinalMLP FinalNet FinalShape GDCN
+        LogisticRegression MLP MLPOptions MMoE MaskNet MaskShape StreamShape WideDeep Wukong WukongShape XDeepFM
+        fill_glorot make_model
     """,
     "meseta.ops.row_file": "DiskEngine EngineFacts FrozenRows RowFile RowFileCounters RowRead engine_facts",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
@@ -55,7 +60,7 @@ PUBLIC = {
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg
-        logloss normalized_entropy pr_auc reliability_curve segments_of task_figures
+        logloss normalized_entropy pr_auc regret reliability_curve segments_of task_figures
     """,
     "meseta.report": "write_report",
     "meseta.train.verify": "Mismatch Verification compare record",

@@ -16,7 +16,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.threads import threads
-from meseta.models import DLRM, MLP, MLPOptions, make_model, wanted_embedding_dim
+from meseta.models import DLRM, MLP, MLPOptions, make_model
 from meseta.models.global_layers import BatchNorm, dropout, keep_mask
 from meseta.ops.random_rows import random_bits, table_key
 from meseta.pipeline import Pipeline
@@ -195,7 +195,7 @@ def test_a_stack_that_is_not_told_where_its_samples_lie() -> None:
 def test_every_model_with_an_mlp_has_them(name: str, dtype: Any) -> None:
     sizes = {"bottom_mlp": (8,), "top_mlp": (8,), "deep_mlp": (8,), "expert_mlp": (8, 8), "tower_mlp": (8,)}
     config = ModelConfig(name=name, embedding_dim=4, dropout=0.3, batch_norm=True, **sizes)
-    dim = wanted_embedding_dim(config)
+    dim = config.table_width()
     model = make_model(config, tables(dim), 2, 0, dtype)
     dense, sparse = torch.randn(30, 2), KeyedJaggedTensor.from_lists({"seen": [[i % 5] for i in range(30)]})
     first = model(dense, sparse)
@@ -213,17 +213,11 @@ def test_every_model_with_an_mlp_has_them(name: str, dtype: Any) -> None:
 
 def test_models_without_a_hidden_layer_refuse_them() -> None:
     for changes in ({"dropout": 0.1}, {"batch_norm": True}):
-        for config in (
-            ModelConfig(name="logistic_regression", **changes),
-            ModelConfig(name="fm", **changes),
-            ModelConfig(name="autoint", deep_mlp=(), **changes),
-        ):
-            with pytest.raises(MesetaError, match=f"{config.name!r} has no hidden layer here"):
-                make_model(config, OneRowEach([wanted_embedding_dim(config)]), 2, 0)
-        with pytest.raises(
-            MesetaError, match=r"model\.(dropout 0.1|batch_norm True) is for the models of this package"
-        ):
-            make_model(ModelConfig(name="own_models:Plain", **changes), OneRowEach([4]), 2, 0)
+        with pytest.raises(MesetaError, match="'autoint' has no hidden layer here"):
+            make_model(ModelConfig(name="autoint", deep_mlp=(), **changes), OneRowEach([16]), 2, 0)
+        for name in ("logistic_regression", "fm", "own_models:Plain"):
+            with pytest.raises(ValueError, match=rf"{name}': model\.(dropout 0.1|batch_norm True) is for the hidden"):
+                ModelConfig(name=name, **changes)
 
 
 def tables(dim: int) -> EmbeddingBagCollection:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config import ModelConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import (
     DLRM,
@@ -22,10 +22,11 @@ from meseta.models import (
     WideDeep,
     XDeepFM,
     make_model,
-    wanted_embedding_dim,
 )
+from meseta.models.base import before_of
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from model_parts import OneRowEach, some_dense, some_ids
+from small_run import of_its_model
 
 
 def numpy_mlp(x: np.ndarray, model: nn.Module, part: str, relu_last: bool) -> np.ndarray:
@@ -161,8 +162,9 @@ def test_float32_inputs_to_a_float64_model(index: int) -> None:
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_no_dense_inputs_and_no_samples(name: Any) -> None:
-    config = ModelConfig(name=name, embedding_dim=2, bottom_mlp=(3,), top_mlp=(3,), cross_low_rank=2)
-    dim = wanted_embedding_dim(config)
+    sizes = {"embedding_dim": 2, "bottom_mlp": (3,), "top_mlp": (3,), "cross_low_rank": 2}
+    config = ModelConfig(**of_its_model({"name": name, **sizes}))
+    dim = config.table_width()
     bare = make_model(config, OneRowEach([dim, dim]), 0, 0)
     assert bare(torch.zeros(3, 0), some_ids(2, 3)).isfinite().all()
     pooled = torch.zeros(0, 2 * dim, requires_grad=True)
@@ -170,6 +172,26 @@ def test_no_dense_inputs_and_no_samples(name: Any) -> None:
     assert nothing.shape == (0,)
     nothing.sum().backward()
     assert pooled.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_dense_inputs_nothing_stands_in_their_place(dtype: Any) -> None:
+    """The top MLP of DLRM reads the products of pairs of embeddings; no layer is made of biases alone."""
+    embeddings, pooled = OneRowEach([4, 4, 4]), torch.randn(5, 12)
+    for name in ("dlrm", "dlrm_dcnv2"):
+        model: Any = make_model(ModelConfig(name=name, embedding_dim=4, cross_low_rank=2), embeddings, 0, 0, dtype)
+        assert model.bottom_mlp is None and before_of(model) is None
+        assert not [key for key, _ in model.named_parameters() if key.startswith("bottom_mlp")]
+        assert model.score(torch.zeros(5, 0), pooled).shape == (5,)
+    a, b, c = pooled.view(5, 3, 4).unbind(1)
+    model = make_model(ModelConfig(embedding_dim=4), embeddings, 0, 0)
+    products = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], dim=1)
+    torch.testing.assert_close(model.score(torch.zeros(5, 0), pooled), model.top_mlp(products).squeeze(1))
+    with pytest.raises(MesetaError, match="one feature and no dense inputs make no pair"):
+        make_model(ModelConfig(embedding_dim=4), OneRowEach([4]), 0, 0)
+    alone: Any = make_model(ModelConfig(embedding_dim=4, interaction="none"), OneRowEach([4]), 0, 0)
+    x = torch.randn(2, 4)
+    assert torch.equal(alone.score(torch.zeros(2, 0), x), alone.top_mlp(x).squeeze(1))
 
 
 CONFIGS = [
@@ -187,7 +209,7 @@ CONFIGS = [
 
 
 def built(config: ModelConfig, seed: int, num_features: int = 3) -> nn.Module:
-    return make_model(config, OneRowEach([wanted_embedding_dim(config)] * num_features), 13, seed)
+    return make_model(config, OneRowEach([config.table_width()] * num_features), 13, seed)
 
 
 def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +219,7 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
 def test_factory_builds_what_the_config_says() -> None:
     types = [type(built(config, 0)) for config in CONFIGS]
     assert types == [DLRM, DLRM, DLRMDCNv2, FM, DeepFM, WideDeep, XDeepFM, AutoInt, MMoE, LogisticRegression]
-    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 5, 4, 4, 1]
+    assert [config.table_width() for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 5, 4, 4, 1]
     shapes = {n: tuple(p.shape) for n, p in dense_parameters(built(CONFIGS[0], 0)).items()}
     assert shapes == {
         "bottom_mlp.0.weight": (50, 13),
@@ -223,7 +245,7 @@ def test_factory_builds_what_the_config_says() -> None:
 def test_initial_weights_are_a_function_of_seed_and_name(config: ModelConfig) -> None:
     torch.manual_seed(123)
     first = dense_parameters(built(config, seed=7))
-    embeddings = OneRowEach([wanted_embedding_dim(config)] * 3)
+    embeddings = OneRowEach([config.table_width()] * 3)
     torch.manual_seed(99)
     before = torch.get_rng_state()
     second = dense_parameters(make_model(config, embeddings, 13, 7))
@@ -269,7 +291,7 @@ def test_float32_and_bfloat16_stay_close_to_float64(config: ModelConfig, dtype: 
     pooled = built(config, 0).embeddings(some_ids(3, 300)).pooled.values.detach()
     results = []
     for precision, name in ((torch.float64, "float32"), (torch.float32, dtype)):
-        model = make_model(config, OneRowEach([wanted_embedding_dim(config)] * 3), 13, 0, name).to(precision)
+        model = make_model(config, OneRowEach([config.table_width()] * 3), 13, 0, name).to(precision)
         leaf = pooled.to(precision).requires_grad_()
         logits = model.score(dense, leaf)
         logits.square().mean().backward()
@@ -328,7 +350,7 @@ def test_several_labels_want_a_model_for_several() -> None:
         assert model.score(torch.zeros(3, 1), pooled).shape == shape
     for config in CONFIGS:
         if config is not several:
-            tables = OneRowEach([wanted_embedding_dim(config)])
+            tables = OneRowEach([config.table_width()])
             make = partial(make_model, config, tables, 1, 0, labels=("click", "buy"))
             refused(make, repr(config.name), "2 (click, buy)", "data.labels=[click]", "mmoe")
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from meseta.config import ModelConfig
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.models import make_model
 from meseta.models.base import before_of
 from meseta.spec import MesetaError
 from model_parts import OneRowEach
 from own_models import Plain, WithBefore
+from small_run import of_its_model
 
 
 def make(name: str, labels: tuple[str, ...] = ("label",), seed: int = 0, **options: object) -> torch.nn.Module:
@@ -76,13 +77,14 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_models_of_the_package_score_what_they_have_made_of_dense_inputs(name: str) -> None:
-    widths = {"logistic_regression": 1, "fm": 5, "wide_deep": 5, "deepfm": 5, "xdeepfm": 5}
-    width, torch_dense = widths.get(name, 4), torch.rand(70, 3)
-    document = {"name": name, "embedding_dim": 4, "bottom_mlp": [8, 4], "deep_mlp": [8], "cin_layers": [4]}
-    model: Any = make_model(ModelConfig(**document), OneRowEach([width] * 3), 3, 0)
+    sizes = {"embedding_dim": 4, "bottom_mlp": [8, 4], "deep_mlp": [8], "cin_layers": [4]}
+    config, torch_dense = ModelConfig(**of_its_model({"name": name, **sizes})), torch.rand(70, 3)
+    width = config.table_width()
+    model: Any = make_model(config, OneRowEach([width] * 3), 3, 0)
     pooled = torch.rand(70, 3 * width)
     assert torch.equal(model.score(model.before(torch_dense), pooled), model.score(torch_dense, pooled))
-    assert (before_of(model) is None) == (name == "mmoe")  # all its layers read embeddings, too
+    reads_both = {"mmoe", "dcnv2", "gdcn", "finalmlp"}  # all their layers read embeddings, too
+    assert (before_of(model) is None) == (name in reads_both)
 
 
 def test_options_that_it_does_not_take_and_modules_that_do_not_load(

@@ -73,6 +73,15 @@ def test_names_are_text(name: Any) -> None:
         (lambda: OptimizerSpec(name="sgd", momentum=1.0), "momentum must be in [0, 1), got 1.0"),
         (lambda: OptimizerSpec(name="sgd", weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
         (lambda: OptimizerSpec(weight_decay_mode="couple"), "did you mean 'coupled'?"),
+        (
+            lambda: OptimizerSpec(name="adamw", stepped_rows="looked_up"),
+            "but this one has decay of its own; take 'touched', or one of sgd, adagrad, rowwise_adagrad, adam, "
+            "rowwise_adam, rmsprop",
+        ),
+        (
+            lambda: OptimizerSpec(name="sgd", stepped_rows="looked_up", weight_decay_mode="decoupled"),
+            "but weight_decay_mode is 'decoupled'; take 'coupled', or stepped_rows 'touched'",
+        ),
         (lambda: OptimizerSpec(clip_norm=0.0), "clip_norm must be positive, or None for no clipping, got 0.0"),
         (lambda: OptimizerSpec(clip_value="1"), "clip_value must be a finite number, got '1'"),
         (lambda: OptimizerSpec(name="ftrl", beta=0.0), "beta and initial_accumulator are both 0"),

@@ -11,7 +11,7 @@ import torch
 
 from meseta import checkpoint
 from meseta.comm import World
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.spec import MesetaError
 from meseta.train.outside import dense_export
 from meseta.train.outside.dense_export import DenseFormat, export_dense

@@ -58,6 +58,12 @@ def test_regularization_of_rows(tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "cut", **{**whole, "train__max_steps": 2}))
     train(settings(tiny, tmp_path / "cut", **whole))
     assert table_checksums(tmp_path / "all") == table_checksums(tmp_path / "cut") != table_checksums(tmp_path / "decay")
+    each = {**few, **ours, "embedding__regularization__rows": "looked_up"}
+    train(settings(tiny, tmp_path / "each", **each))
+    counted = {**same, "stepped_rows": "looked_up"}
+    train(settings(tiny, tmp_path / "counted", **{**few, "embedding__optimizer": counted}))
+    assert table_checksums(tmp_path / "each") == table_checksums(tmp_path / "counted")
+    assert table_checksums(tmp_path / "each") != table_checksums(tmp_path / "decay")
     with pytest.raises(MesetaError, match="regularization on table 'user', whose row optimizer is 'ftrl'"):
         train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer={"name": "ftrl"}))
     with pytest.raises(MesetaError, match="sets weight_decay, l1 or stepped_rows itself"):
@@ -110,10 +116,11 @@ def test_another_layout_of_ranks_is_told(tiny: Path, tmp_path: Path, capsys: pyt
 
 
 def test_another_model_of_equal_shapes_is_refused(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    train(settings(tiny, tmp_path / "run", train__max_steps=2, embedding__tables={"tags": {"pooling": "sum"}}))
     for key, value, words in (
         ("model__dropout", 0.5, "model.dropout was 0.0 and is 0.5 now"),
         ("embedding__pooling", "mean", "embedding.pooling was 'sum' and is 'mean' now"),
+        ("embedding__tables", {"tags": {"pooling": "mean"}}, "embedding.tables.tags.pooling was 'sum' and is 'mean'"),
     ):
-        with pytest.raises(MesetaError, match=f"run_dir .* trains another model: {words}; set it back"):
+        with pytest.raises(MesetaError, match=f"run_dir .* trains another model: {words}.*; set it back"):
             train(settings(tiny, tmp_path / "run", **{key: value}))

@@ -355,7 +355,7 @@ def test_memory_counts_what_a_client_holds(tier: Tier, data: Path, tmp_path: Pat
         dataset = dataset.model_copy(update={"splits": {**dataset.splits, "train": split}})
         tables, features = make_specs(config, dataset)
         outline = make_outline(config, dataset, EmbeddingBagCollection(tables, features))
-        return run_bytes(config, dataset, outline, num_ranks, 1).reading_bytes
+        return run_bytes(config, dataset, outline, num_ranks, 1, on_cpu=True).reading_bytes
 
     # A sample has a label, two dense values, three ids, and some tags.
     tags = Dataset.load(data).sparse[3].statistics.mean_pooling_factor

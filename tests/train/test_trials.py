@@ -13,7 +13,7 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.models.factory import make_model
@@ -90,11 +90,9 @@ def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.getbasetemp() / "models"
     dataset = Dataset.load(folder / "data") if folder.exists() else prepared(folder, noise=1, effect=1)
     chosen = config(dataset, folder, model={"name": name})
-    width = {"logistic_regression": 1}.get(name, chosen.model.embedding_dim)
-    width += name in ("fm", "deepfm", "xdeepfm", "wide_deep")
     from meseta.embedding import EmbeddingBagCollection
 
-    tables = [TableSpec(name="a", num_embeddings=9, embedding_dim=width)]
+    tables = [TableSpec(name="a", num_embeddings=9, embedding_dim=chosen.model.table_width())]
     embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="a", table="a")])
     make_model(chosen.model, embeddings, num_dense=2, seed=0)
 

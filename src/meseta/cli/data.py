@@ -25,8 +25,12 @@ def synth(
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     rows: Annotated[str, typer.Option(help="Rows in all; 1_000_000 is read as 1000000.")] = "1_000_000",
     files: Annotated[int, typer.Option(help="Files: day_0.tsv, day_1.tsv, ...")] = 1,
-    seed: Annotated[int, typer.Option(help="Rows, ids and teacher are a function of seed and scale.")] = 0,
+    seed: Annotated[int, typer.Option(help="Rows, ids and teacher are a function of seed, scale and world.")] = 0,
     scale: Annotated[float, typer.Option(help="Factor on the 26 Criteo cardinalities, at most 1.")] = 0.01,
+    world: Annotated[
+        str, typer.Option(help="The law of the clicks: pairs, or orders (products of three and four).")
+    ] = "pairs",
+    strength: Annotated[float, typer.Option(help="Factor on the planted part of the law, from 0 to 1.")] = 1.0,
     gzip: Annotated[bool, typer.Option("--gzip", help="Write day_0.tsv.gz, ...")] = False,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Write the true probability of each row, as Parquet.")
@@ -40,7 +44,7 @@ def synth(
         out=out,
         num_rows=_number(rows),
         num_files=files,
-        log=ClickLog(seed, scale),
+        log=ClickLog(seed, scale, world, strength),
         gzip=gzip,
         probabilities=probabilities,
         force=force,

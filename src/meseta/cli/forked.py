@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 
+from meseta.errors import MesetaError
 from meseta.machine.processes import fork
 
 
@@ -20,12 +22,26 @@ def start_command(
     return fork(partial(_run_command, arguments), name, added=variables, out=out, err=err)
 
 
+def start_work(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
+    """Do `work` in such a process, which ends with code 1, and an error in one line, where a MesetaError is raised."""
+    _share_imports()
+    return fork(partial(_do, work), name, out=out, err=err)
+
+
 @cache
 def _share_imports() -> None:
     import meseta.cli.preloaded  # noqa: F401
 
     gc.collect()
     gc.freeze()  # the collector of a fork does not write into pages that it shares with the others
+
+
+def _do(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except (MesetaError, OSError) as error:
+        os.write(2, f"error: {error}\n".encode())
+        sys.exit(1)
 
 
 def _run_command(arguments: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from meseta.cli.launch import LOST_CONNECTION, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
+from meseta.cli.quality import quality
 from meseta.cli.readers import app as readers_app
 from meseta.cli.report import report
 from meseta.cli.sweep import sweep
@@ -50,6 +51,7 @@ app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
 app.command()(sweep)
+app.command()(quality)
 app.command()(config)
 app.command()(plan)
 app.command()(verify)

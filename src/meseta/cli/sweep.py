@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meseta.cli.forked import start_command
+from meseta.cli.jobs import CommandJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
@@ -101,7 +104,7 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
         if signals.number is not None:
             problem = "stopped"
         elif code != 0 or summary is None:
-            summary, problem = None, f"failed with exit code {code}: {_last_words(plan.log(trial))}"
+            summary, problem = None, f"failed with exit code {code}: {last_words(plan.log(trial))}"
     result = Result(trial, summary, problem)
     if signals.number is None:
         figure = f"{metric} {shown('ne', result.figure(metric)) or 'undefined'}"
@@ -124,7 +127,7 @@ def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Re
     if summary is None or TEST not in summary.splits:
         raise MesetaError(
             f"sweep: the best trial, {result.trial.run_dir.name}, could not be evaluated on the test split (exit code "
-            f"{code}): {_last_words(plan.log(result.trial))}"
+            f"{code}): {last_words(plan.log(result.trial))}"
         )
     return Result(result.trial, summary)
 
@@ -134,31 +137,13 @@ def _command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
 
 
 def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
-    """A training in a process of its own, so that whatever befalls it does not befall the sweep; its exit code.
-
-    SIGTERM and Ctrl-C to this process are passed on, and waited for while it saves; a second one kills it.
-    """
-    with log.open("ab") as file:
-        process = start_command(arguments, "meseta trial", out=file.fileno(), err=file.fileno())
-    try:
-        told = False
-        while process.exitcode is None:
-            process.join(0.1)
-            if signals.again:
-                process.kill()
-            elif signals.number is not None and not told:
-                told = True
-                process.terminate()
-        return process.exitcode
-    finally:
-        process.kill()
-        process.join()
+    """A training in a process of its own; its exit code."""
+    start = partial(_start, arguments)
+    return next((done.code for done in run_jobs([CommandJob("meseta trial", log, [start])], 1, signals)), 1)
 
 
-def _last_words(log: Path) -> str:
-    """The last line that a failed training printed."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
+def _start(arguments: Sequence[str], out: int) -> BaseProcess:
+    return start_command(arguments, "meseta trial", out=out, err=out)
 
 
 def _print(ranked: Sequence[Result]) -> None:

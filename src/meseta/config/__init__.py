@@ -2,7 +2,7 @@
 
 from meseta.config.embedding import EmbeddingConfig, TableConfig
 from meseta.config.load import check_document, load_config, read_document, set_default
-from meseta.config.model import ModelConfig
+from meseta.config.models import ModelConfig
 from meseta.config.run import (
     CheckpointConfig,
     DataConfig,

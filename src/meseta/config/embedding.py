@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pydantic import Field, model_serializer, model_validator
 
 from meseta.config.schedule import ScheduleConfig
-from meseta.config.section import Section
+from meseta.config.section import Section, Width
 from meseta.spec import MesetaError, OptimizerSpec
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
-from meseta.spec.tables import InitKind, TableDtype
+from meseta.spec.tables import InitKind, Pooling, TableDtype
 
 
 class RowOptimizerConfig(Section):
@@ -80,6 +80,12 @@ class TableConfig(Section):
     """Row optimizer: what differs from `embedding.optimizer`; another `name` begins from its own defaults."""
     init: TableInitConfig | None = None
     """Initial rows: what differs from `embedding.init`; another `kind` begins from its own default."""
+    embedding_dim: Width | None = None
+    """Numbers of the vectors of this table; None: model.embedding_dim. Models that need one width for all refuse
+    another."""
+    pooling: Pooling | None = None
+    """How bags of this feature are reduced, with 'none' not at all, for a model of your own that reads rows; None:
+    embedding.pooling."""
 
 
 class RegularizationConfig(Section):
@@ -90,7 +96,8 @@ class RegularizationConfig(Section):
     l1: float = Field(default=0.0, ge=0)
     """l1 * (sum of absolute values of the rows)."""
     rows: SteppedRows = "touched"
-    """Rows that are penalised: those that a batch reads, or 'all' of the table, which steps every row in every step."""
+    """Rows that are penalised: those that a batch reads, each once ('touched') or once for each of its lookups in the
+    global batch ('looked_up'), or 'all' of the table, which steps every row in every step."""
 
 
 class EmbeddingConfig(Section):
@@ -125,6 +132,16 @@ class EmbeddingConfig(Section):
         """The constants of a table's row optimizer, without `regularization`."""
         own = self.tables.get(table)
         return _with_exceptions(self.optimizer, own.optimizer if own else None, "name")
+
+    def pooling_of(self, table: str) -> Pooling:
+        """How bags of a feature are reduced."""
+        own = self.tables.get(table)
+        return self.pooling if own is None or own.pooling is None else own.pooling
+
+    def embedding_dim_of(self, table: str) -> int | None:
+        """Numbers of a table's vectors; None: as many as the model says."""
+        own = self.tables.get(table)
+        return None if own is None else own.embedding_dim
 
     def init_of(self, table: str) -> dict[str, Any]:
         """How a table's rows start."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from meseta.config.embedding import RowOptimizerConfig
 from meseta.config.keys import Key, key_of, plain
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.config.run import RunConfig
 from meseta.spec import MesetaError, nearest
 from meseta.spec.optimizer import USED_FIELDS

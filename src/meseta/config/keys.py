@@ -7,7 +7,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
@@ -18,9 +18,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from meseta.config.models import ModelConfig, OwnModelConfig, model_sections
 from meseta.config.run import RunConfig
 from meseta.spec import MesetaError
 
+_MOST_LEFT_OUT = 2
+"""Models that lack a key, where these are named in place of those that have it."""
 LIMITS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
@@ -78,15 +81,42 @@ def sections() -> Iterator[tuple[str, list[Key]]]:
     for name, field in fields.items():
         section = _section_of(field.annotation)
         if section is not None:
-            yield f"{name}: {_sentence(field.description)}", list(_walk(section, name, ()))
+            found = _of_models(name) if section is ModelConfig else list(_walk(section, name, ()))
+            yield f"{name}: {_sentence(field.description)}", found
+
+
+def _of_models(path: str) -> list[Key]:
+    """The keys of all models; what a key is where it means the same in several stands once, after their names."""
+    classes: dict[str, type[BaseModel]] = {**model_sections(), "your own": OwnModelConfig}
+    named = key_of(ModelConfig, "name", f"{path}.name")
+    told = (f"{name!r}: {key_of(section, 'name', '').text}" for name, section in model_sections().items())
+    owners: dict[Key, list[str]] = {}
+    for name, section in classes.items():
+        for key in _walk(section, path, ()):
+            if key.path != named.path:
+                owners.setdefault(key, []).append(name)
+    found = [replace(named, text=" ".join([named.text, *told]))]
+    for key, names in owners.items():
+        others = [name for name in classes if name not in names]
+        of = (
+            ", ".join(names) if len(others) > _MOST_LEFT_OUT else f"All but {' and '.join(others)}" if others else "All"
+        )
+        begins_with_word = key.text[1:2].islower()
+        text = f"{key.text[:1].lower()}{key.text[1:]}" if begins_with_word else key.text
+        found.append(replace(key, text=f"{of}: {text}"))
+    return found
 
 
 def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}"
         inner = _section_of(field.annotation)
-        if inner is None:
+        if inner is None or get_origin(field.annotation) is tuple:
             yield key_of(section, name, path)
+        if inner is None:
+            continue
+        if get_origin(field.annotation) is tuple:
+            yield from _walk(inner, f"{path}.<number>", (*above, section))
         elif any(issubclass(inner, one) for one in above):
             yield Key(path=path, kind="section", default=_default(field), text=f"{field.description} Keys as above.")
         else:
@@ -98,8 +128,9 @@ def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], .
 def key_of(section: type[BaseModel], name: str, path: str) -> Key:
     """The key `name` of a section, called `path` in the whole."""
     field = section.model_fields[name]
-    text = field.description or _texts_beside(section).get(name, "")
-    kind = "section" if _section_of(field.annotation) else _kind(field.annotation, [*field.metadata])
+    text = field.description or _texts_beside(section).get(name, inspect.cleandoc(section.__doc__ or ""))
+    is_section = _section_of(field.annotation) and get_origin(field.annotation) is not tuple
+    kind = "section" if is_section else _kind(field.annotation, [*field.metadata])
     return Key(path=path, kind=kind, default=_default(field), text=" ".join(text.split()))
 
 
@@ -142,6 +173,8 @@ def _kind(annotation: Any, limits: list[Any]) -> str:
         return f"list: {_kind(inside[0], [])}"
     if origin is dict:
         return "mapping" if inside[1] is Any else f"mapping to {_kind(inside[1], [])}"
+    if _section_of(annotation):
+        return "section"
     names = {Path: "path", str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
     bounds = [
         f"{sign}\N{NO-BREAK SPACE}{_bound(getattr(m, name))}"
@@ -172,8 +205,16 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`[{', '.join(map(str, value))}]`"
+        return f"`[{', '.join(map(_shown, value))}]`"
     return f"`{value}`"
+
+
+def _shown(value: Any) -> str:
+    """One of a list."""
+    if not isinstance(value, BaseModel):
+        return str(value)
+    keys = ", ".join(f"{name}: {_default(FieldInfo(default=one)).strip('`')}" for name, one in value)
+    return f"{{{keys}}}"
 
 
 def _sentence(text: str | None) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard, get_args, get_origin
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from meseta.config.models.base import DEFAULT_NAME, ModelConfig, section_class
 from meseta.config.run import RunConfig
 from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
+
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -65,11 +68,16 @@ def value_at(document: Any, key: str) -> Any:
 
 def check_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
     """The config that a document holds; `path` names it in errors. Raises MesetaError as `load_config` does."""
+    return check_section(RunConfig, document, "config" if path is None else f"config {str(path)!r}")
+
+
+def check_section(form: type[AnySection], document: Any, where: str) -> AnySection:
+    """The sections of `form` that a document holds. Raises MesetaError, which begins with `where`, naming each key that
+    is wrong, and for an unknown one the nearest that is known."""
     try:
-        return RunConfig.model_validate(document)
+        return form.model_validate(document)
     except ValidationError as error:
-        where = "config" if path is None else f"config {str(path)!r}"
-        raise MesetaError(f"{where}: " + "; ".join(_explain_all(error))) from None
+        raise MesetaError(f"{where}: " + "; ".join(_explain_all(error, form, document))) from None
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
@@ -105,13 +113,13 @@ def _section_at(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any
     return section
 
 
-def _explain_all(error: ValidationError) -> list[str]:
+def _explain_all(error: ValidationError, form: type[BaseModel], document: Any) -> list[str]:
     """One sentence per key: pydantic reports each alternative of `plan` on its own."""
-    return list(dict.fromkeys(_explain(entry) for entry in error.errors()))
+    return list(dict.fromkeys(_explain(entry, form, document) for entry in error.errors()))
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    """One sentence for one pydantic error."""
+def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> str:
+    """One sentence for one pydantic error about a document of a `form`."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
@@ -120,7 +128,8 @@ def _explain(error: Mapping[str, Any]) -> str:
                 return f"unknown key {key!r}; set dense.clip_norm (of all gradients together) or dense.clip_value"
             if location[-2:-1] != ["optimizer"]:
                 return f"unknown key {key!r}; {NO_NORM_OF_TABLES}"
-        return f"unknown key {key!r}; {nearest(location[-1], _keys_beside(location[:-1]))}"
+        known = _keys_beside(error["loc"][:-1], form, document)
+        return f"unknown key {key!r}; {nearest(location[-1], known)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if not location:  # about several sections
@@ -146,17 +155,18 @@ def _asks_for_clipping(key: str) -> bool:
     return "clip" in key or "max_norm" in key or "grad_norm" in key or "gradient_norm" in key
 
 
-def _keys_beside(parents: Sequence[str]) -> list[str]:
-    """Valid keys of the section at `parents`."""
-    section: type[BaseModel] = RunConfig
+def _keys_beside(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
+    """Valid keys of the section at `parents` of a document, from its outermost `section` on."""
     is_free_name = False
     for name in parents:
-        if is_free_name:  # the name of a table, which may be that of a field as well
+        if is_free_name or isinstance(name, int):  # of a table, which may be that of a field as well; in a list
             is_free_name = False
             continue
-        annotation = section.model_fields[name].annotation
+        annotation = section.model_fields[str(name)].annotation
         is_free_name = get_origin(annotation) is dict
         section = next(c for c in [annotation, *get_args(annotation)] if _is_section(c))
+        if section is ModelConfig:
+            section = section_class(value_at(document, "model.name") or DEFAULT_NAME)
     return list(section.model_fields)
 
 

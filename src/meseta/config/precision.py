@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.config.model import MODEL_NAMES
+from meseta.config.models import MODEL_NAMES
 from meseta.config.run import RunConfig
 from meseta.machine.processors import this_processor
 from meseta.spec.tables import DenseDtype

@@ -6,18 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from meseta.config.embedding import EmbeddingConfig
-from meseta.config.model import ModelConfig
+from meseta.config.models import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
 from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
-from meseta.spec import MesetaError
+from meseta.spec import InitSpec, MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.tables import InitKind
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 
@@ -125,6 +126,18 @@ class DenseOptimizerConfig(Section):
         return self
 
 
+class DenseInitConfig(Section):
+    kind: InitKind = "uniform"
+    """'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' equal to `scale`."""
+    scale: float
+    """Width, or value."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DenseInitConfig:
+        InitSpec(kind=self.kind, scale=self.scale)
+        return self
+
+
 class DenseConfig(Section):
     sharding: Literal["replicated", "fsdp"] = "replicated"
     """'replicated' holds all of the dense part on every rank; 'fsdp' cuts its parameters, gradients and moments over
@@ -139,6 +152,9 @@ class DenseConfig(Section):
     many times slower than float32."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of everything that is not a table."""
+    init: dict[str, DenseInitConfig] = Field(default={})
+    """How parameters start whose names a pattern meets, such as 'top_mlp.*.weight', where it is not as the model has
+    it; the last pattern counts of those that meet one. See docs/models.md."""
     schedule: ScheduleConfig | None = None
     """Its learning-rate schedule, where it is not that of the section schedule; replaces all of its keys."""
     clip_value: float | None = Field(default=None, gt=0)
@@ -412,7 +428,7 @@ class RunConfig(Section):
     """Refuse to start a run that is predicted to need more memory than is free."""
     data: DataConfig
     """What is read."""
-    model: ModelConfig = ModelConfig()
+    model: SerializeAsAny[ModelConfig] = ModelConfig()
     """What is trained."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tables learn."""
@@ -462,7 +478,7 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
             self.train.need_evaluations("schedule.kind 'plateau'")
-        if self.data.last_batch == "pad" and self.model.batch_norm:
+        if self.data.last_batch == "pad" and getattr(self.model, "batch_norm", False):
             raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
                              "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
         if self.embedding.dtype == "float64" and any(

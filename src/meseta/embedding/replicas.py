@@ -15,7 +15,7 @@ from meseta.comm import Pending, World
 from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
-from meseta.embedding.update import FusedShards, group_shards
+from meseta.embedding.update import FusedShards, group_shards, ids_by_table, penalty_of_lookups
 from meseta.jagged.shapes import Float
 from meseta.ops.device_words import device_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
@@ -83,12 +83,24 @@ class Replicas:
         sums.buffer.zero_()
         row_update(sums.group, 1.0, 1, replicated.bags, gradients)
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
+        self._add_penalties(sums, replicated.bags)
         if make_coding is None:
             return self.world.start_all_reduce(sums.buffer, "replicas")
         coding = make_coding(sum(whole.numel() for whole in self._in_blocks))
         if coding.codec.block_bytes:
             coding = replace(coding, block_numbers=self._block_numbers)
         return self.world.start_all_reduce(self._padded(sums), "replicas", coding)
+
+    def _add_penalties(self, sums: Sums, bags: Bags) -> None:
+        """Add those of lookups, of which each rank knows its own."""
+        penalised = [shard.spec.optimizer.stepped_rows == "looked_up" for shard in self._learning]
+        if not any(penalised) or not bags.num_samples:
+            return
+        looked_up = ids_by_table(sums.group.features, bags, len(self._learning))
+        for index in (index for index, has in enumerate(penalised) if has):
+            weight = self._weights[index]
+            rows, penalty = penalty_of_lookups(self._learning[index].spec.optimizer, weight, looked_up[index])
+            sums.gradients[index][rows] += penalty
 
     @cached_property
     def _in_blocks(self) -> list[Tensor]:
@@ -170,7 +182,10 @@ class Replicas:
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
         """Step the rows of these shards from now on; what each touched row gets is one row of its table's matrix."""
         places = [FeatureGradient(index, index, index, per_id=True) for index in range(len(self._learning))]
-        self._fused = group_shards(self._learning, [rows[held.shard] for held in self._learning], places)
+        lent = [rows[held.shard] for held in self._learning]
+        self._weights = [own.weight for own in lent]
+        """Of each table that learns."""
+        self._fused = group_shards(self._learning, lent, places)
 
     @cached_property
     def _sums(self) -> Sums:

@@ -21,6 +21,7 @@ from meseta.embedding.replicas import Replicas
 from meseta.embedding.sharded_lookup import Answers, ShardedLookup
 from meseta.embedding.update import (
     Contribution,
+    all_lookups,
     every_row,
     group_shards,
     samples_of,
@@ -372,6 +373,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         """Step column shards; ranks exchange the statistics of rows between the stages."""
         if not self.num_stat_exchanges:
             return
+        assert flight.lease is not None
         num_samples = owned.bags.num_samples
         ids = owned.ids()
         samples = samples_of(
@@ -390,11 +392,12 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         for index, own in parts.items():
             if self.shards[index].spec.optimizer.stepped_rows == "all":
                 own.append(every_row(self.shards[index]))
+            if self.shards[index].spec.optimizer.stepped_rows == "looked_up":
+                own.append(all_lookups(self.shards[index], flight.lease.rows[index], own))
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
         specs = [shard.spec for shard in used]
         hypers = [Hyper(self.lr(flight, table), self.step + 1, table.embedding_dim) for table in specs]
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
-        assert flight.lease is not None
         rows = [flight.lease.rows[i] for i in sorted(parts)]
         update_rows(used, rows, sums, hypers, gather, self.num_stat_exchanges, flight.found_inf)

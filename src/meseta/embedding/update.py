@@ -63,33 +63,67 @@ def step_shards(
 ) -> None:
     """Step the rows that the bags touch, or every row where the optimizer asks for it; none where `found_inf` is not
     0."""
-    group, moved = fused.group, list(gradients)
-    if fused.spec.optimizer.stepped_rows == "all" and bags.num_samples:
-        group, bags, moved = _with_every_row(group, bags, moved)
+    group, moved, optimizer = fused.group, list(gradients), fused.spec.optimizer
+    if optimizer.stepped_rows == "looked_up" and bags.num_samples:
+        looked_up = ids_by_table(group.features, bags, len(group.tables))
+        more = [
+            penalty_of_lookups(optimizer, table.weight, ids) for table, ids in zip(group.tables, looked_up, strict=True)
+        ]
+        sizes = torch.tensor([rows.numel() for rows, _ in more], device=bags.offsets.device)
+        group, bags, moved = _with_rows(group, bags, moved, more, sizes)
+    if optimizer.stepped_rows == "all" and bags.num_samples:
+        sizes = device_words(tuple(table.weight.shape[0] for table in group.tables), bags.offsets.device)
+        group, bags, moved = _with_rows(group, bags, moved, [_every_row(t, moved[0]) for t in group.tables], sizes)
     row_update(group, lr, step, bags, moved, found_inf)
 
 
-def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> tuple[UpdateGroup, Bags, list[Tensor]]:
-    """The same with one more feature per table: the first sample has all of its rows, and their gradient is zero.
+def ids_by_table(features: Sequence[FeatureGradient], bags: Bags, num_tables: int) -> list[Int[Tensor, " nnz"]]:
+    """What the features of each table look up."""
+    bounds = bags.offsets[:: bags.num_samples].tolist()
+    ids: list[list[Tensor]] = [[] for _ in range(num_tables)]
+    for feature in features:
+        ids[feature.table].append(bags.ids[bounds[feature.position] : bounds[feature.position + 1]])
+    return [torch.cat(own) for own in ids]
 
-    They come last, so the sums of other contributions keep their bits. The zeros are one row that is read again and
-    again.
+
+def penalty_of_lookups(
+    optimizer: OptimizerSpec, weight: Float[Tensor, "rows D"], ids: Int[Tensor, " nnz"]
+) -> tuple[Int[Tensor, " U"], Float[Tensor, "U D"]]:
+    """The rows that `ids` look up, ascending, and the gradient of their penalties: that of
+    weight_decay / 2 * |row|^2 + l1 * (sum of |row|), times the lookups of the row."""
+    rows, counts = torch.unique(ids, return_counts=True)
+    looked_up = weight[rows].to(compute_dtype(weight.dtype))
+    each = optimizer.weight_decay * looked_up + optimizer.l1 * looked_up.sign()
+    return rows, each * counts[:, None]
+
+
+def _every_row(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
+    """All rows of a shard, and zeros: one row that is read again and again."""
+    num_rows = table.weight.shape[0]
+    return torch.arange(num_rows, device=like.device), like.new_zeros(1, table.weight.shape[1]).expand(num_rows, -1)
+
+
+def _with_rows(
+    group: UpdateGroup, bags: Bags, gradients: list[Tensor], more: Sequence[tuple[Tensor, Tensor]], sizes: Tensor
+) -> tuple[UpdateGroup, Bags, list[Tensor]]:
+    """The same with one more feature per table, whose first sample has rows `more` of it, each with its gradient;
+    `sizes` says how many.
+
+    They come last, so the sums of other contributions keep their bits.
     """
     num_features = (bags.offsets.numel() - 1) // bags.num_samples
-    sizes = [table.weight.shape[0] for table in group.tables]
-    rows = [torch.arange(size, dtype=bags.ids.dtype, device=bags.ids.device) for size in sizes]
-    ends = bags.ids.numel() + device_words(tuple(sizes), bags.offsets.device).cumsum(0)
-    zeros = [gradients[0].new_zeros(1, table.weight.shape[1]).expand(table.weight.shape) for table in group.tables]
+    ends = bags.ids.numel() + sizes.cumsum(0)
     places = [
         FeatureGradient(num_features + table, table, len(gradients) + table, per_id=True)
         for table in range(len(group.tables))
     ]
     weights = bags.weights
     if weights is not None:
-        weights = torch.cat([weights, weights.new_ones(sum(sizes))])
+        weights = torch.cat([weights, weights.new_ones(sum(rows.numel() for rows, _ in more))])
     offsets = torch.cat([bags.offsets, ends.to(bags.offsets.dtype).repeat_interleave(bags.num_samples)])
-    every = Bags(torch.cat([bags.ids, *rows]), offsets, bags.num_samples, weights)
-    return replace(group, features=(*group.features, *places)), every, [*gradients, *zeros]
+    ids = torch.cat([bags.ids, *(rows.to(bags.ids.dtype) for rows, _ in more)])
+    group = replace(group, features=(*group.features, *places))
+    return group, Bags(ids, offsets, bags.num_samples, weights), [*gradients, *(gradient for _, gradient in more)]
 
 
 def every_row(shard: TableStorage) -> Contribution:
@@ -98,6 +132,13 @@ def every_row(shard: TableStorage) -> Contribution:
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, width, dtype=compute_dtype(shard.dtype), device=device)
     return Contribution(torch.arange(num_rows, device=device), nothing, zeros, nothing)
+
+
+def all_lookups(shard: TableStorage, rows: TableRows, parts: Sequence[Contribution]) -> Contribution:
+    """What the penalties of each lookup of `parts` add to the gradient of a shard; listed behind them."""
+    looked_up, penalty = penalty_of_lookups(shard.spec.optimizer, rows.weight, torch.cat([part.ids for part in parts]))
+    source = torch.arange(looked_up.numel(), device=looked_up.device)
+    return Contribution(looked_up, torch.zeros_like(source), penalty, source)
 
 
 @dataclass(frozen=True)

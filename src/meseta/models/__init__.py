@@ -1,30 +1,49 @@
-"""Recommendation models: from the linear baseline to DLRM, and MMoE for several labels."""
+"""Recommendation models: from the linear baseline to DHEN, and MMoE for several labels."""
 
-from meseta.config.widths import wanted_embedding_dim
-from meseta.models.autoint import AutoInt
-from meseta.models.dlrm import DLRM
-from meseta.models.dlrm_dcnv2 import DLRMDCNv2
+from meseta.models.cross import CrossShape
 from meseta.models.factory import make_model
-from meseta.models.fm import FM, DeepFM
+from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.dhen import DHEN, DHENShape
+from meseta.models.interactions.final import FinalNet, FinalShape
+from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
+from meseta.models.interactions.gdcn import GDCN
+from meseta.models.interactions.masknet import MaskNet, MaskShape
+from meseta.models.interactions.wukong import Wukong, WukongShape
 from meseta.models.layers import MLP, MLPOptions, fill_glorot
-from meseta.models.logistic_regression import LogisticRegression
-from meseta.models.mmoe import MMoE
-from meseta.models.wide_deep import WideDeep
-from meseta.models.xdeepfm import XDeepFM
+from meseta.models.ranking.autoint import AutoInt
+from meseta.models.ranking.dlrm import DLRM
+from meseta.models.ranking.dlrm_dcnv2 import DLRMDCNv2
+from meseta.models.ranking.fm import FM, DeepFM
+from meseta.models.ranking.logistic_regression import LogisticRegression
+from meseta.models.ranking.mmoe import MMoE
+from meseta.models.ranking.wide_deep import WideDeep
+from meseta.models.ranking.xdeepfm import XDeepFM
 
 __all__ = [
+    "DHEN",
     "DLRM",
     "FM",
+    "GDCN",
     "MLP",
     "AutoInt",
+    "CrossShape",
+    "DCNv2",
+    "DHENShape",
     "DLRMDCNv2",
     "DeepFM",
+    "FinalMLP",
+    "FinalNet",
+    "FinalShape",
     "LogisticRegression",
     "MLPOptions",
     "MMoE",
+    "MaskNet",
+    "MaskShape",
+    "StreamShape",
     "WideDeep",
+    "Wukong",
+    "WukongShape",
     "XDeepFM",
     "fill_glorot",
     "make_model",
-    "wanted_embedding_dim",
 ]

@@ -12,10 +12,26 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.embedding.flight import Flight
-from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Float
-from meseta.models.layers import check_dense, check_pooled, pooled_dims
-from meseta.spec import TableSpec
+from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
+from meseta.spec import MesetaError, TableSpec
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a model of this package is built from, beside its section of a config."""
+
+    embeddings: nn.Module
+    """With `tables` and `features`."""
+    num_dense: int
+    """Dense inputs of a sample."""
+    num_tasks: int
+    """Labels to predict."""
+    seed: int
+    """Key of the initial weights."""
+    options: MLPOptions
+    """Of all MLPs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ class ScoringModel(nn.Module, ABC):
     ) -> Float[Tensor, " B *T"]:
         """Logits of the click probability; dense inputs are cast to the type of the embeddings. `sparse` may be what
         `meseta.ahead` puts in its place."""
-        return self.score(dense, self.embeddings(sparse).pooled.values)
+        return self.score(dense, readable(self, self.embeddings(sparse)))
 
     def before(self, dense: Float[Tensor, "B num_dense"]) -> OfDense:
         """What needs no embeddings, computed while they travel; `score` takes it in place of the dense inputs.
@@ -67,11 +83,15 @@ class ScoringModel(nn.Module, ABC):
 
         Raises MesetaError for inputs of other widths than the model was built for.
         """
+        return self.logits(self.read(dense, pooled), pooled)
+
+    def read(self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"]) -> Any:
+        """What `logits` reads beside `pooled`, of either that `score` takes. Raises MesetaError as it does."""
         check_pooled(type(self).__name__, pooled, self.pooled_width)
         if isinstance(dense, OfDense):
-            return self.logits(dense.x, pooled)
+            return dense.x
         check_dense(type(self).__name__, dense, self.num_dense)
-        return self.logits(self.of_dense(dense.to(pooled.dtype)), pooled)
+        return self.of_dense(dense.to(pooled.dtype))
 
     @property
     def reads_dense_alone(self) -> bool:
@@ -106,3 +126,34 @@ def before_of(model: Any) -> Callable[[Tensor], Any] | None:
         return None
     method: Callable[[Tensor], Any] = model.before
     return method
+
+
+def readable(model: Any, embeddings: Embeddings) -> Any:
+    """What `score` of a model reads: the pooled vectors side by side [B, sum of D_f], or, where it has
+    `reads_embeddings`, all that was looked up, with the rows of features that are not pooled."""
+    return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
+
+
+def check_reads_pooled(what: str, model: Any) -> None:
+    """Raise MesetaError, in which `what` cannot be done, where a model reads more than pooled vectors."""
+    if getattr(model, "reads_embeddings", False):
+        raise MesetaError(
+            f"{what}: {type(model).__name__} has reads_embeddings, and this knows pooled vectors alone; give the model "
+            "a score(dense, pooled) of pooled vectors"
+        )
+
+
+def term_names(model: Any) -> tuple[str, ...]:
+    """`model.loss_terms`: of what a model adds to the cross-entropy; none where it has none. Raises MesetaError for
+    what are no names, and where the method that makes the terms is missing."""
+    names = getattr(model, "loss_terms", ())
+    if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
+        raise MesetaError(f"{type(model).__name__}.loss_terms is {names!r}; give a tuple of names, such as ('block',)")
+    if len(set(names)) < len(names):
+        raise MesetaError(f"{type(model).__name__}.loss_terms has a name twice: {', '.join(names)}; give each once")
+    if names and not callable(getattr(model, "score_with_losses", None)):
+        raise MesetaError(
+            f"{type(model).__name__} has loss_terms, but no method score_with_losses(dense, pooled, label) that makes "
+            "them; write it, or leave loss_terms out"
+        )
+    return names

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal
-from meseta.models.layers import BlankLinear
+from meseta.models.layers import MLP, BlankLinear, MLPOptions
 from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
@@ -33,6 +34,50 @@ class Fields(nn.Module):
         """Those of the dense inputs; those of sparse features come behind them."""
         return dense[..., None] * repeat(self.dense_vectors, dense.shape[0])
 
+    def beside(
+        self, of_dense: Float[Tensor, "B num_dense D"], pooled: Float[Tensor, "B sum_of_D"]
+    ) -> Float[Tensor, "B M D"]:
+        """The vectors of all fields."""
+        return torch.cat([of_dense, pooled.unflatten(1, (self.num_sparse, self.width))], dim=1)
+
+
+class DenseVector(nn.Module):
+    """All dense inputs as one vector of the width of the embeddings, by an MLP with ReLU after every layer; where there
+    are no dense inputs there is none."""
+
+    def __init__(
+        self, num_dense: int, hidden: Sequence[int], width: int, options: MLPOptions | None, name: str
+    ) -> None:
+        """`hidden` are the widths of the MLP's layers before the last, `name` is its place in the model."""
+        super().__init__()
+        self.num_vectors = min(num_dense, 1)
+        self.width = width
+        self.mlp = (
+            MLP([num_dense, *hidden, width], relu_last=True, options=options, name=f"{name}.mlp") if num_dense else None
+        )
+
+    def forward(self, dense: Float[Tensor, "B num_dense"], batch: BatchSlice | None) -> Float[Tensor, "B one D"]:
+        """The vector, in the type of the inputs."""
+        if self.mlp is None:
+            return dense.new_empty(dense.shape[0], 0, self.width)
+        return cast(Tensor, self.mlp(dense, batch)).to(dense.dtype)[:, None]
+
+
+class MixFields(nn.Module):
+    """Linear combinations of fields, element by element of their vectors: y_l = sum_m W_lm x_m [+ b_l]."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.linear = BlankLinear(num_inputs, num_outputs, bias=bias)
+
+    def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
+        return self.columns(fields).transpose(1, 2)
+
+    def columns(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B D L"]:
+        """The same with combinations as columns."""
+        rows = fields.transpose(1, 2)
+        return cast(Tensor, self.linear(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
+
 
 class FirstOrder(nn.Module):
     """A bias, a weight per dense input and a weight per id, all added up: a logistic regression inside another model.
@@ -54,11 +99,13 @@ class FirstOrder(nn.Module):
 
 def equal_width(model: str, dims: Mapping[str, int], at_least: int = 1) -> int:
     """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below `at_least`."""
-    width = max(dims.values())
+    widest = max(dims, key=lambda feature: dims[feature])
+    width = dims[widest]
     for feature, dim in dims.items():
         if dim != width or dim < at_least:
+            other = f" and {widest!r} {width}" if dim != width else ""
             raise MesetaError(
-                f"{model}: feature {feature!r} has embedding_dim {dim}, but all must have one width, at least "
+                f"{model}: feature {feature!r} has embedding_dim {dim}{other}, but all must have one width, at least "
                 f"{at_least}; give all tables embedding_dim={max(width, at_least)}"
             )
     return width

@@ -1,4 +1,5 @@
-"""Dropout and batch norm over the global batch: the number of ranks changes neither masks nor statistics."""
+"""Dropout, batch norm and layer norm whose bits follow the global batch: the number of ranks changes neither masks nor
+statistics, that of threads no sum."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Bool, Float
@@ -45,6 +47,51 @@ def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: 
 def _dropped(rate: float) -> int:
     """Of DROPOUT_STEPS numbers, how many mean that a value is dropped; never all."""
     return min(round(rate * DROPOUT_STEPS), DROPOUT_STEPS - 1)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450, equation 4) of the last dimension, torch's own eps.
+
+    Weights and biases are those of one such vector, or of each of several that stand side by side in a sample. Where x
+    has another type, it is computed in that of the parameters.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        """`shape` is [N], or [M, N] for M vectors of a sample with weights of their own."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: Float[Tensor, "B *M N"]) -> Float[Tensor, "B *M N"]:
+        """x of the shape that was given, with any dimensions before it."""
+        normal = _normalised(x.to(self.weight.dtype))
+        if x.device.type != "cpu" or torch.compiler.is_exporting():
+            return (normal * self.weight + self.bias).to(x.dtype)
+        result: Tensor = _Affine.apply(normal, self.weight, self.bias)
+        return result.to(x.dtype)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=EPS)
+
+
+class _Affine(torch.autograd.Function):
+    """normal * weight + bias; the sums of the way back are those of whole columns."""
+
+    @staticmethod
+    def forward(ctx: Any, normal: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(normal, weight)
+        return torch.addcmul(bias, normal, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normal, weight = ctx.saved_tensors
+        of_weight, of_bias = (
+            column_sums(of_each.reshape(-1, weight.numel())).view(weight.shape)
+            for of_each in (gradient * normal, gradient)
+        )
+        return gradient * weight, of_weight, of_bias
 
 
 class BatchNorm(nn.Module):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meseta.jagged.shapes import Float
+from meseta.spec import InitSpec, MesetaError, nearest
 
 
 def _stream(seed: int, name: str) -> torch.Generator:
@@ -33,3 +36,27 @@ def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, n
     if not parameter.is_meta:
         draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_stream(seed, name))
         parameter.copy_(draws.mul_(2.0).sub_(1.0).mul_(bound))
+
+
+@torch.no_grad()
+def fill_named(model: nn.Module, inits: Mapping[str, InitSpec], seed: int) -> None:
+    """Overwrite the parameters whose names a pattern of `inits` meets (fnmatch, case counts), the last such pattern
+    deciding. Each has a `scale`. Numbers are a function of (seed, name, shape) and of its kind and scale alone.
+
+    Raises MesetaError for a pattern that meets none.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: dict[str, InitSpec] = {}
+    for pattern, init in inits.items():
+        met = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not met:
+            raise MesetaError(f"config: dense.init {pattern!r} meets no parameter; {nearest(pattern, parameters)}")
+        chosen |= dict.fromkeys(met, init)
+    for name, init in chosen.items():
+        assert init.scale is not None
+        if init.kind == "normal":
+            fill_normal(parameters[name], init.scale, seed, name)
+        elif init.kind == "uniform":
+            fill_uniform(parameters[name], init.scale, seed, name)
+        else:
+            parameters[name].fill_(init.scale)

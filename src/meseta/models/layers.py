@@ -52,64 +52,40 @@ class MLPOptions:
         if not 0.0 <= self.dropout < 1.0:
             raise MesetaError(f"MLPOptions: dropout must be at least 0 and below 1, got {self.dropout}")
 
+    def in_dtype(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """x in the type of the activations."""
+        return x.to(torch.bfloat16) if self.dtype == "bfloat16" else x
 
-class MLP(nn.Sequential):
-    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
 
-    Computes in the type of its input, or in bfloat16 if the options say so. The last layer of a bfloat16 stack without
-    ReLU, which gives the logits, is computed in float32. Every layer but the last is hidden: linear, batch norm, ReLU,
-    dropout, the second and the last of these only if the options say so; a linear layer before batch norm has no bias.
-    """
+class HiddenLayers(nn.Module):
+    """A stack of layers, and what its options do to the outputs of those that are hidden."""
 
-    def __init__(
-        self, widths: Sequence[int], *, relu_last: bool, options: MLPOptions | None = None, name: str = "mlp"
-    ) -> None:
-        """`name` is the place of the stack in its model, and with the seed the key of its dropout masks."""
-        options = options or MLPOptions()
-        num_hidden = len(widths) - 2
-        layers: list[nn.Module] = []
-        for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
-            # Batch norm takes a bias away again: its gradient would be rounding alone, which Adam makes into steps.
-            has_bias = index == num_hidden or not options.batch_norm
-            layers += [BlankLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
-        super().__init__(*(layers if relu_last else layers[:-1]))
-        self.relu_last = relu_last
-        self.options = options
+    def set_hidden(self, widths: Sequence[int], options: MLPOptions | None, name: str) -> None:
+        """Hidden layers have `widths` outputs; `name` is the place of the stack in its model, and with the seed the key
+        of its dropout masks."""
+        self.options = options or MLPOptions()
         self.name = name
-        self.num_hidden = num_hidden
+        self.num_hidden = len(widths)
         if self.options.batch_norm:
-            self.norms = nn.ModuleList(BatchNorm(width) for width in widths[1:-1])
+            self.norms = nn.ModuleList(BatchNorm(width) for width in widths)
 
-    def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
-        """The outputs. In training, dropout and batch norm read from `batch` where the samples lie; collective with it.
+    def normalise(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
+        """Outputs of hidden layer `index` after batch norm, if the options say so; `batch` is what `place` returns."""
+        return cast(BatchNorm, self.norms[index])(x, batch) if self.options.batch_norm else x
 
-        Raises MesetaError where they need it and there is none.
+    def drop(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
+        """Outputs of hidden layer `index` after dropout, if the options say so; `batch` is what `place` returns."""
+        if not self.options.dropout or batch is None:
+            return x
+        return dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
+
+    def place(self, batch: BatchSlice | None, x: Float[Tensor, "B N"]) -> BatchSlice | None:
+        """`batch` while training, where dropout and batch norm read where the samples of x lie, and None otherwise.
+
+        Raises MesetaError where they need it and are not told.
         """
-        if self.options.dtype == "bfloat16":
-            x = x.to(torch.bfloat16)
-        layers = [layer for layer in self if isinstance(layer, nn.Linear)]
-        if self.options.batch_norm or (self.options.dropout and self.training):
-            needed = self._checked(batch, x) if self.training else None
-            for index in range(self.num_hidden):
-                x = self._hidden(index, x, layers.pop(0), needed)
-        head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if head is None:
-            return mlp(x, weights, biases, relu_last=self.relu_last)
-        return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
-
-    def _hidden(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
-        """One hidden layer."""
-        norm = cast(BatchNorm, self.norms[index]) if self.options.batch_norm else None
-        x = mlp(x, [layer.weight], [layer.bias], relu_last=norm is None)
-        if norm is not None:
-            x = functional.relu(norm(x, batch))
-        if self.options.dropout and batch is not None:
-            x = dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
-        return x
-
-    def _checked(self, batch: BatchSlice | None, x: Tensor) -> BatchSlice:
-        """`batch`, which must be where the samples of x lie."""
+        if not self.training or not (self.options.dropout or self.options.batch_norm):
+            return None
         if batch is None or batch.sizes[batch.world.rank] != len(x):
             known = "nothing" if batch is None else f"{batch.sizes[batch.world.rank]} samples"
             raise MesetaError(
@@ -119,16 +95,74 @@ class MLP(nn.Sequential):
         return batch
 
 
-@torch.no_grad()
-def fill_glorot(stack: MLP, seed: int) -> None:
-    """Initial weights: N(0, 2 / (inputs + outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero.
+class MLP(HiddenLayers, nn.Sequential):
+    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
 
-    The stream of each layer is that of the stack's name.
+    Computes in the type of its input, or in bfloat16 if the options say so. The last layer of a bfloat16 stack without
+    ReLU, which gives the logits, is computed in float32. Every layer but the last is hidden, and the last one where
+    another stands behind it in the model: linear, batch norm, ReLU, dropout, the second and the last of these only if
+    the options say so; a linear layer before batch norm has no bias.
     """
-    for index, layer in stack.named_children():
-        if isinstance(layer, nn.Linear):
-            std = math.sqrt(2.0 / (layer.in_features + layer.out_features))
-            fill_normal(layer.weight, std, seed, f"{stack.name}.{index}.weight")
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        relu_last: bool,
+        last_is_hidden: bool = False,
+        options: MLPOptions | None = None,
+        name: str = "mlp",
+    ) -> None:
+        """`name` is the place of the stack in its model, and with the seed the key of its dropout masks;
+        `last_is_hidden` goes with `relu_last` alone."""
+        options = options or MLPOptions()
+        num_hidden = len(widths) - 1 if last_is_hidden else len(widths) - 2
+        layers: list[nn.Module] = []
+        for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
+            # Batch norm takes a bias away again: its gradient would be rounding alone, which Adam makes into steps.
+            has_bias = index == num_hidden or not options.batch_norm
+            layers += [BlankLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
+        super().__init__(*(layers if relu_last else layers[:-1]))
+        self.relu_last = relu_last
+        self.set_hidden(widths[1 : num_hidden + 1], options, name)
+
+    def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
+        """The outputs. In training, dropout and batch norm read from `batch` where the samples lie; collective with it.
+
+        Raises MesetaError where they need it and there is none.
+        """
+        x = self.options.in_dtype(x)
+        layers = [layer for layer in self if isinstance(layer, nn.Linear)]
+        if self.options.batch_norm or (self.options.dropout and self.training):
+            placed = self.place(batch, x)
+            for index in range(self.num_hidden):
+                x = self._hidden(index, x, layers.pop(0), placed)
+        head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if head is None:
+            return mlp(x, weights, biases, relu_last=self.relu_last)
+        return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
+
+    def _hidden(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
+        """One hidden layer."""
+        x = mlp(x, [layer.weight], [layer.bias], relu_last=not self.options.batch_norm)
+        if self.options.batch_norm:
+            x = functional.relu(self.normalise(index, x, batch))
+        return self.drop(index, x, batch)
+
+
+def fill_glorot(stack: MLP, seed: int) -> None:
+    """Initial weights as `fill_linear` has them; the stream of each layer is that of the stack's name."""
+    fill_linear(stack, seed, stack.name)
+
+
+@torch.no_grad()
+def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
+    """Initial weights of all BlankLinear layers in `module`, which is called `name` in its model: N(0, 2 / (inputs +
+    outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero. The stream of each is that of its name."""
+    for path, layer in module.named_modules(prefix=name):
+        if isinstance(layer, BlankLinear):
+            fill_normal(layer.weight, math.sqrt(2.0 / sum(layer.weight.shape)), seed, f"{path}.weight")
             if layer.bias is not None:
                 layer.bias.zero_()
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from meseta.jagged import Embeddings, JaggedTensor, KeyedTensor
 from meseta.machine.own_code import import_own
-from meseta.models.base import before_of
+from meseta.models.base import before_of, term_names
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError, nearest
 
@@ -77,10 +78,10 @@ def _import(path: str, module_name: str) -> ModuleType:
 def _try(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -> None:
     """Score zeros of `shape` [B, num_dense], as in evaluation, and look at what comes out."""
     batch_size = shape[0]
-    width = sum(pooled_dims(type(model).__name__, model.get_submodule("embeddings")).values())
+    pooled = _zeros(model, batch_size)
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
-    before, score, pooled = before_of(model), cast(Any, model).score, torch.zeros(batch_size, width)
+    before, score = before_of(model), cast(Any, model).score
     on_zeros = f"on {batch_size} samples of zeros,"
     with torch.no_grad():
         logits = [_calling(f"model.name {path!r}: score, {on_zeros}", lambda: score(torch.zeros(shape), pooled))]
@@ -88,10 +89,30 @@ def _try(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -
             x = _calling(f"model.name {path!r}: before, {on_zeros}", lambda: before(torch.zeros(shape)))
             of_before = f"model.name {path!r}: score of what before has returned, {on_zeros}"
             logits.append(_calling(of_before, lambda: score(x, pooled)))
+        if term_names(model):
+            label, losses = torch.zeros_like(logits[0]), cast(Any, model).score_with_losses
+            of_losses = f"model.name {path!r}: score_with_losses, {on_zeros}"
+            logits.append(_calling(of_losses, lambda: losses(torch.zeros(shape), pooled, label)[0]))
     for module, training in was_training:
         module.training = training
     for found in logits:
         _check_logits(path, found, batch_size, num_labels)
+
+
+def _zeros(model: nn.Module, batch_size: int) -> Any:
+    """What `score` reads, of zeros: one row of each feature that is not pooled for each sample."""
+    embeddings: Any = model.get_submodule("embeddings")
+    width = {table.name: table.embedding_dim for table in embeddings.tables}
+    dims = {feature.name: width[feature.table] for feature in embeddings.features}
+    if not getattr(model, "reads_embeddings", False):
+        return torch.zeros(batch_size, sum(pooled_dims(type(model).__name__, embeddings).values()))
+    rows = [feature.name for feature in embeddings.features if feature.pooling == "none"]
+    pooled = {name: dim for name, dim in dims.items() if name not in rows}
+    lengths = torch.ones(batch_size, dtype=torch.int64)
+    return Embeddings(
+        pooled=KeyedTensor(tuple(pooled), tuple(pooled.values()), torch.zeros(batch_size, sum(pooled.values()))),
+        rows={name: JaggedTensor(torch.zeros(batch_size, dims[name]), lengths) for name in rows},
+    )
 
 
 def _check_logits(path: str, logits: Any, batch_size: int, num_labels: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from meseta.comm import Totals, World
 from meseta.data.batch import Batch
@@ -35,18 +34,19 @@ class Agreement:
     whole: Totals
     """Of the global batch."""
     wait: Callable[[], Tensor]
+    names: tuple[str, ...] = ()
+    """Of the terms of the loss, whose sums stand behind it."""
     _copy: HostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
     @staticmethod
-    def begin(world: World, whole: Totals, loss_sum: float | Tensor, votes: Sequence[float]) -> Agreement:
-        """Begin to add this rank's `loss_sum`, which may lie on its device, and `votes` to those of the others, in
-        float64."""
-        if isinstance(loss_sum, Tensor):
-            mine = torch.cat([loss_sum.double().view(1), on_device(votes, torch.float64, world.device)])
-        else:
-            mine = torch.tensor([loss_sum, *votes], dtype=torch.float64, device=world.device)
-        return Agreement(whole, world.start_sum_of_few(mine, "agree"))
+    def begin(
+        world: World, whole: Totals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
+    ) -> Agreement:
+        """Begin to add this rank's `losses`, float64 sums of the loss and of its terms, which have `names`, and `votes`
+        to those of the others."""
+        mine = torch.cat([losses, on_device(votes, torch.float64, world.device)])
+        return Agreement(whole, world.start_sum_of_few(mine, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
         """float32 on the device: 1 where `check` will raise NonFiniteLoss, else 0. Waits on the device alone; a copy of
@@ -56,7 +56,8 @@ class Agreement:
         return (~sums[0].isfinite() | (not math.isfinite(self.whole.weight))).float()
 
     def check(self) -> list[float]:
-        """Wait for the sums of the loss and of the votes; raises NonFiniteLoss where the loss is no number."""
+        """Wait for the sums of the loss, of its terms and of the votes; raises NonFiniteLoss where the loss is no
+        number."""
         if self._sums is None:
             self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
         loss_sum, weight = self._sums[0], self.whole.weight
@@ -71,6 +72,16 @@ class Agreement:
     def loss(self) -> float:
         """Weighted mean over the global batch; 0 where all weights are 0. Waits and raises as `check` does."""
         return self.check()[0] / (self.whole.weight or 1.0)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weighted means over the global batch of the terms of the loss, by name. Waits and raises as `check` does."""
+        return {name: one / (self.whole.weight or 1.0) for name, one in zip(self.names, self.check()[1:], strict=False)}
+
+    @property
+    def votes(self) -> tuple[float, ...]:
+        """Sums of the votes. Waits and raises as `check` does."""
+        return tuple(self.check()[1 + len(self.names) :])
 
 
 @dataclass(eq=False)
@@ -90,7 +101,7 @@ class UnheardStep:
     def votes(self) -> tuple[float, ...]:
         """Those of the step. Raises LateNonFiniteLoss where its loss is no number."""
         try:
-            return tuple(self.agreement.check()[1:])
+            return self.agreement.votes
         except NonFiniteLoss as error:
             self.undo()
             raise LateNonFiniteLoss(str(error)) from None
@@ -100,22 +111,3 @@ def totals_of(batch: Batch) -> Totals:
     """Of the samples of one rank, before they are cut into micro-batches."""
     weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
     return Totals(batch.batch_size, batch.num_padding, weight)
-
-
-def loss_sum(logits: Tensor, batch: Batch, task_weights: Tensor | None) -> Tensor:
-    """The sum over this rank's samples, and over tasks: sum of w_i * l_i, where w_i is the weight of a sample (1 where
-    the batch has none) and l_i the binary cross-entropy, each task's times its weight.
-
-    Raises MesetaError for logits of another shape than the labels.
-    """
-    label = batch.label.to(logits.dtype)
-    if label.shape != logits.shape:
-        raise MesetaError(
-            f"the model gives logits {list(logits.shape)} for labels {list(label.shape)}; the outputs of the model "
-            "must be one per label of the dataset"
-        )
-    factor = None if task_weights is None else task_weights.to(logits.dtype)
-    if batch.weight is not None:
-        weight = batch.weight.to(logits.dtype).view(-1, *[1] * (label.dim() - 1))
-        factor = weight if factor is None else weight * factor
-    return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))

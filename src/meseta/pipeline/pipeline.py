@@ -17,12 +17,13 @@ from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
 from meseta.embedding.flight import Flight
 from meseta.jagged.shapes import Float
-from meseta.models.base import before_of
+from meseta.models.base import before_of, readable
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import step_unless
-from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, loss_sum, totals_of
+from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, totals_of
 from meseta.pipeline.carried import Carried
+from meseta.pipeline.losses import BatchLosses
 from meseta.pipeline.micro_batches import split_batch, told_by_number
 from meseta.pipeline.model import Model
 from meseta.pipeline.side_copy import SideCopies
@@ -36,7 +37,7 @@ class Step:
     """What is left of a step."""
 
     agreement: Agreement = field(repr=False)
-    """What all ranks have agreed on."""
+    """What all ranks have agreed on, with the terms of the loss that the model names."""
     num_samples: int
     """Samples of the global batch, without those that only fill it up."""
     logits: Float[Tensor, " B_local *T"]
@@ -88,8 +89,8 @@ class Pipeline:
     """Trains on batches one after the other; every rank gives its slice of the same global batches.
 
     The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch, where w_i is the weight of a sample (1
-    where the batch has none) and l_i the binary cross-entropy, summed over tasks. A batch whose weights add up to 0
-    changes nothing, and counts as no step of any optimizer.
+    where the batch has none) and l_i the binary cross-entropy, summed over tasks, and what the model adds to it, see
+    meseta.pipeline.losses. A batch whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Pipeline:
         self.optimizer = optimizer
         # That of sharded tables knows the hosts of their plan.
         self.world = getattr(model.embeddings, "world", world)
-        self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
+        weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
+        self._losses = BatchLosses(model, weights)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.overlap = frozenset(overlap)
@@ -380,7 +382,7 @@ class Pipeline:
         if coming.refused is not None:
             raise coming.refused
         parts, logits, former_step = coming.parts, list[Tensor](), self.model.embeddings.step
-        local_loss: float | Tensor = 0.0
+        local_losses: Tensor | None = None
         try:
             for index, part in enumerate(parts):
                 is_last = index == len(parts) - 1
@@ -393,16 +395,15 @@ class Pipeline:
                     if index == 0:
                         self._finish_update()
                         self._set_rates(parts, schedule())
-                    scores, summed = self._score(part, None if is_last else parts[index + 1])
-                    own_loss = summed.detach()
-                    local_loss = local_loss + (own_loss.double() if self.learns_late else float(own_loss))
+                    scores, summed, sums = self._score(part, None if is_last else parts[index + 1])
+                    local_losses = sums if local_losses is None else local_losses + sums
                     logits.append(scores.detach())
                     if index == 0:
                         self._for_each_ahead(lambda ahead: self.model.embeddings.hand_on(ahead.flight))
                         self._bring_rows(parts)
                         if self.stale:
                             self._for_each_ahead(partial(self._look_up_ahead, self._num_steps_after(part)), count=1)
-                    agreement = self._agree(part, local_loss, votes()) if is_last else None
+                    agreement = self._agree(part, local_losses, votes()) if is_last else None
                     self._backward(part, summed, is_first=index == 0)
         finally:
             self.model.embeddings.forget_kept()
@@ -427,7 +428,7 @@ class Pipeline:
         flight = coming.parts[-1].flight
         self._tell(agreement, flight)
         if flight.found_inf is None:
-            self._heard = tuple(agreement.check()[1:])
+            self._heard = agreement.votes
         else:
             self._unheard = UnheardStep(agreement, flight.found_inf, coming.batch, former_step)
 
@@ -440,8 +441,8 @@ class Pipeline:
         for part in parts:
             part.flight.lr_factor = lr_factor
 
-    def _score(self, part: _MicroBatch, following: _MicroBatch | None) -> tuple[Tensor, Tensor]:
-        """Logits of a micro-batch, and the sum of its losses; `following` is looked up meanwhile."""
+    def _score(self, part: _MicroBatch, following: _MicroBatch | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of a micro-batch and sums of its losses, see BatchLosses; `following` is looked up meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.times.stage, part.on_device
         hides = "answers" in self.overlap
         with embeddings.in_hand(part.flight):
@@ -450,21 +451,19 @@ class Pipeline:
                 with stage("dense_forward"), explain_uncalled():
                     dense = self._before(dense)
             with stage("lookup"):
-                pooled = embeddings.finish(part.flight).pooled.values
+                pooled = readable(self.model, embeddings.finish(part.flight))
             self._for_each_ahead(self._exchange)
             self._hear()  # behind the counts, for which the host has waited
             if hides and following is not None:
                 self._look_up(following)
-            with stage("dense_forward"):
-                with explain_uncalled():
-                    logits = self.model.score(dense, pooled)
-                return logits, loss_sum(logits, batch, self.task_weights)
+            with stage("dense_forward"), explain_uncalled():
+                return self._losses(dense, pooled, batch)
 
-    def _agree(self, part: _MicroBatch, local_loss: float | Tensor, votes: Sequence[float]) -> Agreement:
+    def _agree(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> Agreement:
         """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""
         assert part.flight.whole is not None
         with self.times.stage("agree"):
-            agreement = Agreement.begin(self.world, part.flight.whole, local_loss, votes)
+            agreement = Agreement.begin(self.world, part.flight.whole, local_losses, votes, self._losses.names)
         if "agree" not in self.overlap:
             self._tell(agreement, part.flight)
         part.flight.before_update = partial(self._tell, agreement, part.flight)

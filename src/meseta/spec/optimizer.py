@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from meseta.errors import MesetaError, check_choice, check_number
 
 WeightDecayMode = Literal["coupled", "decoupled"]
-SteppedRows = Literal["touched", "all"]
+SteppedRows = Literal["touched", "looked_up", "all"]
 
 _ALWAYS = ("lr", "clip_value", "clip_norm", "stepped_rows")
 _DECAY = ("weight_decay", "weight_decay_mode", "l1")
@@ -32,6 +32,8 @@ USED_FIELDS: dict[str, tuple[str, ...]] = {
     "frozen": (),
 }
 """By name of a row optimizer: the constants that it uses. A user's own may use all."""
+COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
+"""Row optimizers to whose gradient a penalty can be added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,9 @@ class OptimizerSpec:
     """A row's gradient that is longer is scaled to this norm, before weight decay is added."""
     stepped_rows: SteppedRows = "touched"
     """'all' steps every row of the table in every step, with a gradient of zero where no id reads it: decay acts on all
-    rows, as if the table were a dense parameter, at the cost of a pass over the whole table per step."""
+    rows, as if the table were a dense parameter, at the cost of a pass over the whole table per step. 'looked_up'
+    steps the rows that 'touched' does, and adds weight_decay * row and l1 * sign(row) to the gradient once for each
+    lookup of a row in the global batch, before the gradient is clipped: for optimizers that know mode 'coupled'."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Constants of your own optimizer, of types that JSON has."""
     element_states: int = 0
@@ -119,8 +123,22 @@ class OptimizerSpec:
         self._check_options(owner)
         if not self.is_own:
             self._check_used(owner)
+        if self.stepped_rows == "looked_up":
+            self._check_looked_up(owner)
         if self.name == "ftrl" and self.beta + self.initial_accumulator == 0.0:
             raise MesetaError(f"{owner}: beta and initial_accumulator are both 0, and it divides by them; raise one")
+
+    def _check_looked_up(self, owner: str) -> None:
+        if not self.is_own and self.name not in COUPLED:
+            raise MesetaError(
+                f"{owner}: stepped_rows 'looked_up' adds penalties to the gradient, but this one has decay of its own; "
+                f"take 'touched', or one of {', '.join(COUPLED)}"
+            )
+        if self.weight_decay_mode == "decoupled":
+            raise MesetaError(
+                f"{owner}: stepped_rows 'looked_up' adds weight_decay to the gradient, but weight_decay_mode is "
+                "'decoupled'; take 'coupled', or stepped_rows 'touched'"
+            )
 
     def _check_numbers(self, owner: str) -> None:
         for name in ("beta1", "beta2", "alpha", "momentum"):

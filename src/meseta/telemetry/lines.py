@@ -62,6 +62,8 @@ class TrainLine(Entry):
     num_samples: Count
     time_s: float | None = None
     loss: float | None = None
+    loss_terms: dict[str, float] = {}
+    """Means of what the model adds to the loss, by its names; `loss` is without them."""
     logloss: float | None = None
     """Of the first label; None where it is the only one, and this the loss."""
     ne: float | None = None

@@ -17,7 +17,7 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.bench.e2e_peers import FILL, LR, PlainDLRM
 from meseta.measure.contest.contender import Contender
 from meseta.measure.traffic import Samples, Training, make_samples
-from meseta.models import DLRM, MLPOptions
+from meseta.models import DLRM, MLP, MLPOptions
 from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
@@ -130,7 +130,7 @@ def _make_twin(model: DLRM, training: Training) -> PlainDLRM:
     tables = [shard.read(0, shard.shard.num_rows)[ROW] for shard in shards]
     for table, weight in zip(twin.tables.parameters(), tables, strict=True):
         table.copy_(weight)
-    for theirs, ours in ((twin.bottom, model.bottom_mlp), (twin.top, model.top_mlp)):
+    for theirs, ours in ((twin.bottom, cast(MLP, model.bottom_mlp)), (twin.top, model.top_mlp)):
         for target, source in zip(theirs.parameters(), ours.parameters(), strict=True):
             target.copy_(source)
     return twin

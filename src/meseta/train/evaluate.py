@@ -21,6 +21,7 @@ from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.tensors import pad
 from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
+from meseta.models.base import readable
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError, nearest
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
@@ -75,7 +76,7 @@ def predict(
                 enough = pad(batch, FEWEST_ROWS) if 0 < num_rows < FEWEST_ROWS else batch
                 on_device = enough.to(world.device, non_blocking=True)
                 flight = model.embeddings.start(on_device.sparse, outside=outside)
-                pooled = model.embeddings(model.embeddings.exchange(flight)).pooled.values
+                pooled = readable(model, model.embeddings(model.embeddings.exchange(flight)))
                 logits = model.score(on_device.dense, pooled)
                 scores = logits[:num_rows].cpu().numpy()
             yield (scores + scores.dtype.type(shift) if shift else scores), batch

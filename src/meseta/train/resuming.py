@@ -47,7 +47,7 @@ def check_model(run: RunDir, config: RunConfig, world: World) -> None:
     """Raise MesetaError, on all ranks, where the config that `run` was trained with says another model. Shapes of
     tensors do not tell all: a dropout, a pooling, how columns are parted into heads. Collective."""
     before = _config_before(run)
-    changes = [] if before is None else list(_changes(before, config, _MODEL))
+    changes = [] if before is None else [*_changes(before, config, _MODEL), *_pooling_changes(before, config)]
     problem = None
     if changes:
         key, was, now = changes[0]
@@ -188,9 +188,18 @@ def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator
     for key in keys:
         one, other = (value_at(document, key) for document in documents)
         if isinstance(one, dict):
-            yield from ((f"{key}.{name}", one[name], other[name]) for name in one if one[name] != other[name])
+            values = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
+            yield from ((f"{key}.{name}", was, now) for name, (was, now) in values.items() if was != now)
         elif one != other:
             yield key, one, other
+
+
+def _pooling_changes(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """The same of features with a pooling of their own."""
+    for table in {**before.embedding.tables, **now.embedding.tables}:
+        one, other = (config.embedding.pooling_of(table) for config in (before, now))
+        if one != other:
+            yield f"embedding.tables.{table}.pooling", one, other
 
 
 def _document(config: RunConfig) -> dict[str, Any]:

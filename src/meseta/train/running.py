@@ -16,6 +16,7 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding.base import Collection
 from meseta.ops.device_words import HostCopy
+from meseta.pipeline.agreement import Agreement
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
@@ -61,16 +62,20 @@ class RunningFigures:
         self._task_weights = [1.0] * len(self.tasks) if task_weights is None else list(task_weights)
         self._world = world
         self._window = TaskWindows(tasks, MetricWindow)
-        self._unread: tuple[HostCopy, Batch] | None = None
+        self._terms: dict[str, float] = {}
+        """Sums over samples since the line before of what the model adds to the loss, by name, and of their weights."""
+        self._terms_weight = 0.0
+        self._unread: tuple[HostCopy, Batch, Agreement | None] | None = None
         # Rank 0 alone knows the run so far, as the others know of the line before: the sums are of whole numbers.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
         self._row_traffic: dict[str, RowTraffic] = {}
         """Up to the line before."""
 
-    def add(self, logits: Tensor, batch: Batch) -> None:
-        """Add a step: this rank's logits [B] or [B, T], and its slice of the batch."""
+    def add(self, logits: Tensor, batch: Batch, agreement: Agreement | None = None) -> None:
+        """Add a step: this rank's logits [B] or [B, T], its slice of the batch, and what all ranks have agreed on, with
+        the terms of the loss that the model names."""
         self._read()
-        self._unread = HostCopy(logits[: batch.batch_size - batch.num_padding]), batch
+        self._unread = HostCopy(logits[: batch.batch_size - batch.num_padding]), batch, agreement
         if logits.device.type == "cpu":
             self._read()
 
@@ -79,7 +84,12 @@ class RunningFigures:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        logits, batch = unread
+        logits, batch, agreement = unread
+        if agreement is not None and agreement.names:
+            weight_of_all = agreement.whole.weight
+            for name, mean in agreement.terms.items():
+                self._terms[name] = self._terms.get(name, 0.0) + mean * weight_of_all
+            self._terms_weight += weight_of_all
         num_real = batch.batch_size - batch.num_padding
         weight = None if batch.weight is None else batch.weight[:num_real].numpy()
         self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight)
@@ -104,9 +114,17 @@ class RunningFigures:
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
         first = by_task[self.tasks[0]]
+        terms = self._take_terms()
         if len(self.tasks) > 1:
-            return {"loss": total, **first, "tasks": by_task}
-        return {"loss": total, **{name: value for name, value in first.items() if name != "logloss"}}
+            return {"loss": total, **terms, **first, "tasks": by_task}
+        return {"loss": total, **terms, **{name: value for name, value in first.items() if name != "logloss"}}
+
+    def _take_terms(self) -> dict[str, Any]:
+        """Means of the terms of the loss, by name; nothing where there are none. Collective."""
+        sums, weight = self._terms, self._terms_weight or 1.0
+        [found, *_] = self._world.gather_objects({name: one / weight for name, one in sums.items()})
+        self._terms, self._terms_weight = {}, 0.0
+        return {"loss_terms": found} if found else {}
 
     def take_row_traffic(self, embeddings: Collection[Any], num_steps: int) -> dict[str, Any]:
         """Of tables whose rows lie far, per step since the line before, over all ranks; nothing where there are none.
@@ -135,12 +153,14 @@ class RunningFigures:
         kept = {"window": {task: _sorted(state) for task, state in window.items()}, "lifetime": {}}
         if self._world.rank == 0:
             kept["lifetime"] = self._lifetime.get_state()
-        return {
+        columns = {
             f"{kind}.{task}.{name}": torch.from_numpy(column.copy())
             for kind, states in kept.items()
             for task, state in states.items()
             for name, column in state.items()
         }
+        terms = {f"terms.{name}": _numbers(one, self._terms_weight) for name, one in self._terms.items()}
+        return {**columns, **terms}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Undo `tensors`; every rank may call it, and rank 0 keeps what there is."""
@@ -149,11 +169,17 @@ class RunningFigures:
         kept: dict[str, dict[str, dict[str, NDArray[Any]]]] = {"window": {}, "lifetime": {}}
         for key, tensor in tensors.items():
             kind, _, rest = key.partition(".")
+            if kind == "terms":
+                self._terms[rest], self._terms_weight = tensor.tolist()
             task, _, name = rest.rpartition(".")
             if kind in kept:
                 kept[kind].setdefault(task, {})[name] = tensor.numpy()
         self._window.set_state(kept["window"])
         self._lifetime.set_state(kept["lifetime"])
+
+
+def _numbers(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _figures(metrics: Metrics) -> dict[str, Any]:

@@ -332,7 +332,7 @@ class Trainer:
 
     def _record(self, result: Step) -> None:
         self.step += 1
-        self.figures.add(result.logits, result.batch)
+        self.figures.add(result.logits, result.batch, result.agreement)
         self.num_samples += result.num_samples
         self._trained_to = result.batch.position or self._trained_to
 

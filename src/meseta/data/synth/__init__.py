@@ -1,6 +1,14 @@
 """A synthetic click log with a known teacher, laid out as Criteo's."""
 
 from meseta.data.synth.click_log import (
+    ClickLog,
+    LogRows,
+    SynthOptions,
+    category_codes,
+    encode_tsv,
+    write_click_log,
+)
+from meseta.data.synth.columns import (
     CARDINALITIES,
     CHUNK_ROWS,
     DENSE_MEDIANS,
@@ -14,15 +22,10 @@ from meseta.data.synth.click_log import (
     NUM_SPARSE,
     ZIPF_EXPONENTS,
     ZIPF_SHIFT,
-    ClickLog,
-    LogRows,
-    SynthOptions,
-    category_codes,
-    encode_tsv,
-    write_click_log,
     zipf_probabilities,
     zipf_ranks,
 )
+from meseta.data.synth.worlds import WORLDS, PlantedProduct, SynthWorld, find_world
 
 __all__ = [
     "CARDINALITIES",
@@ -36,13 +39,17 @@ __all__ = [
     "NO_COUNT",
     "NUM_DENSE",
     "NUM_SPARSE",
+    "WORLDS",
     "ZIPF_EXPONENTS",
     "ZIPF_SHIFT",
     "ClickLog",
     "LogRows",
+    "PlantedProduct",
     "SynthOptions",
+    "SynthWorld",
     "category_codes",
     "encode_tsv",
+    "find_world",
     "write_click_log",
     "zipf_probabilities",
     "zipf_ranks",

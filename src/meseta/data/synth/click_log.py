@@ -1,6 +1,7 @@
 """A Criteo-shaped click log with a known teacher, as raw TSV: label, 13 integers, 26 hexadecimal categories.
 
-Row i is a function of (seed, scale, i) alone: rows are drawn in fixed chunks, each from its own counter-based stream.
+Row i is a function of (seed, scale, world, strength, i) alone: rows are drawn in fixed chunks, each from its own
+counter-based stream.
 """
 
 from __future__ import annotations
@@ -21,38 +22,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.synth.teacher import CLICK_RATE, PAIRS, PROBABILITIES, Tally, Teacher
+from meseta.data.synth.columns import (
+    CARDINALITIES,
+    CHUNK_ROWS,
+    MAX_COUNT,
+    NO_COUNT,
+    NUM_DENSE,
+    NUM_SPARSE,
+    draw_categories,
+    draw_counts,
+    ids_of,
+    split_draw,
+)
+from meseta.data.synth.teacher import CLICK_RATE, PROBABILITIES, Tally, Teacher
+from meseta.data.synth.worlds import SynthWorld, find_world
 from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
 
-CARDINALITIES = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
-"""Distinct values of C1..C26 in the Criteo Kaggle display advertising log."""
-NUM_DENSE = 13
-NUM_SPARSE = len(CARDINALITIES)
-ZIPF_SHIFT = 2.0
-ZIPF_EXPONENTS = tuple(1.1 + 0.05 * (f % 5) for f in range(NUM_SPARSE))
-"""Popularity rank k = 0, 1, ... has a weight of about (k + 1 + ZIPF_SHIFT) ** -exponent."""
-MISSING_SPARSE = (
-    *(0.0, 0.0, 0.034, 0.034, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.034, 0.0),
-    *(0.0, 0.0, 0.034, 0.0, 0.0, 0.44, 0.44, 0.034, 0.76, 0.0, 0.034, 0.44, 0.44),
-)
-MISSING_DENSE = (0.45, 0.0, 0.21, 0.22, 0.026, 0.22, 0.043, 0.0005, 0.043, 0.45, 0.043, 0.77, 0.22)
-"""Shares of missing values: about those of the Criteo Kaggle log."""
-DENSE_MEDIANS = (1.5, 4.0, 6.0, 5.0, 2800.0, 32.0, 3.5, 8.0, 38.0, 0.6, 1.6, 0.5, 5.0)
-DENSE_SPREAD = (0.8, 1.1, 1.0, 0.7, 1.0, 0.9, 0.8, 0.6, 0.7, 0.5, 0.6, 0.6, 0.7)
-"""Counts are log-logistic, rounded down: median * (u / (1 - u)) ** spread."""
-DENSE_SHIFTED = 1
-"""This integer goes down to -1, as the second one of Criteo's log does."""
-MAX_COUNT = 65_535
-NO_COUNT = np.iinfo(np.int32).min
-"""Marks a missing integer; a missing category has the rank -1."""
-
-CHUNK_ROWS = 32_768
 _CALIBRATION_CHUNK = 2**64 - 1
-_MISSING_STEPS = 2048
 
 
 @dataclass(frozen=True)
@@ -82,17 +69,29 @@ class LogRows:
 
 @dataclass(frozen=True)
 class ClickLog:
-    """An endless log: its rows are a function of `seed` and `scale`."""
+    """An endless log: its rows are a function of these fields. Raises MesetaError where one of them cannot be met."""
 
     seed: int = 0
     scale: float = 0.01
     """Factor on CARDINALITIES, above 0 and at most 1."""
+    world: str = "pairs"
+    """Name of the law that clicks follow, of WORLDS."""
+    strength: float = 1.0
+    """Factor on the planted part of the logit, from 0 to 1; at 0 worlds differ in their columns alone."""
 
     def __post_init__(self) -> None:
+        find_world(self.world)
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"data synth: seed must lie in 0..2**63-1, got {self.seed}")
         if not 0 < self.scale <= 1:
             raise MesetaError(f"data synth: scale must be above 0 and at most 1, got {self.scale}; try 0.01")
+        if not 0 <= self.strength <= 1:
+            raise MesetaError(f"data synth: strength must lie in 0..1, got {self.strength}; 1 is all that is planted")
+
+    @cached_property
+    def law(self) -> SynthWorld:
+        """The world, by its name."""
+        return find_world(self.world)
 
     @cached_property
     def cardinalities(self) -> tuple[int, ...]:
@@ -103,7 +102,7 @@ class ClickLog:
     def teacher(self) -> Teacher:
         """Calibrated on rows that are never written."""
         dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
-        return Teacher(self.seed, dense, ids)
+        return Teacher(self.seed, self.law, self.strength, self.cardinalities, dense, ids)
 
     def chunk(self, index: int) -> LogRows:
         """Rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
@@ -120,39 +119,11 @@ class ClickLog:
     def _inputs(self, chunk: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
         """dense [13, n], ids [26, n] and one uniform per row [n], from a stream of this chunk alone."""
         stream = np.random.Philox(key=np.array([self.seed, chunk], np.uint64))
-        dense = np.empty((NUM_DENSE, CHUNK_ROWS), np.int32)
-        ids = np.empty((NUM_SPARSE, CHUNK_ROWS), np.int64)
-        for j in range(NUM_DENSE):
-            uniform, missing = _split(stream.random_raw(CHUNK_ROWS), MISSING_DENSE[j])
-            counts = DENSE_MEDIANS[j] * (uniform / (1.0 - uniform)) ** DENSE_SPREAD[j]
-            dense[j] = np.minimum(counts, MAX_COUNT)
-            dense[j] -= int(j == DENSE_SHIFTED)
-            dense[j][missing] = NO_COUNT
-        for f in range(NUM_SPARSE):
-            uniform, missing = _split(stream.random_raw(CHUNK_ROWS), MISSING_SPARSE[f])
-            ids[f] = zipf_ranks(uniform, self.cardinalities[f], ZIPF_EXPONENTS[f])
-            ids[f][missing] = -1
-        uniform, _ = _split(stream.random_raw(CHUNK_ROWS), 0.0)
+        dense = draw_counts(stream)
+        categories, missing = draw_categories(stream)
+        uniform, _ = split_draw(stream.random_raw(CHUNK_ROWS), 0.0)
+        ids = ids_of(self.law.couple(categories, stream), missing, self.cardinalities)
         return dense, ids, uniform
-
-
-def _split(raw: NDArray[np.uint64], missing_share: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Uniforms in [0, 1) from the high 53 bits, and a mask of about `missing_share` from the low 11."""
-    missing = (raw & np.uint64(_MISSING_STEPS - 1)) < np.uint64(round(missing_share * _MISSING_STEPS))
-    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, missing
-
-
-def zipf_probabilities(num_ids: int, exponent: float) -> NDArray[np.float64]:
-    """[num_ids] probability of each rank: the integral of x ** -exponent over unit steps, a law with closed inverse."""
-    edges = (np.arange(num_ids + 1) + 1.0 + ZIPF_SHIFT) ** (1.0 - exponent)
-    return np.asarray((edges[:-1] - edges[1:]) / (edges[0] - edges[-1]), np.float64)
-
-
-def zipf_ranks(uniform: NDArray[np.float64], num_ids: int, exponent: float) -> NDArray[np.int64]:
-    """Ranks 0..num_ids-1 of zipf_probabilities, by inversion of `uniform` in [0, 1)."""
-    first, last = ((k + 1.0 + ZIPF_SHIFT) ** (1.0 - exponent) for k in (0, num_ids))
-    x = (first + uniform * (last - first)) ** (1.0 / (1.0 - exponent))
-    return np.clip((x - (1.0 + ZIPF_SHIFT)).astype(np.int64), 0, num_ids - 1)
 
 
 def category_codes(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -245,10 +216,16 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
                 "format": "meseta.teacher/1",
                 "all": total.summary(),
                 "files": files,
+                "world": log.world,
+                "strength": log.strength,
                 "seed": log.seed,
                 "scale": log.scale,
                 "cardinalities": list(log.cardinalities),
-                "pairs": [{"features": [f"cat_{f}", f"cat_{g}"], "sign": sign} for f, g, sign in PAIRS],
+                "planted": [
+                    {"features": [f"cat_{feature}" for feature in product.features], "sign": product.sign}
+                    for product in log.law.planted
+                ],
+                "latent_dim": log.law.latent_dim,
                 "target_click_rate": CLICK_RATE,
             }
             with _whole_file(out / _TEACHER) as file:

@@ -7,25 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meseta.data.synth.columns import id_probabilities
+from meseta.data.synth.worlds import SynthWorld, planted_sum
+
 LOGIT_STEP = 2.0**-12
 """True logits are multiples of this, so that counting labels per logit gives an exact AUC in bounded memory."""
 MAX_LOGIT = 16.0
 """True logits are clipped to +-MAX_LOGIT."""
 NUM_BINS = int(2 * MAX_LOGIT / LOGIT_STEP) + 1
 
-LATENT_DIM = 4
-"""Width of the latent vector of an id."""
-MIDDLE = (0, 6, 9, 10, 12, 13, 17, 18, 23, 25)
-"""Sparse features of middling size, between which interactions are planted."""
-PAIRS = tuple(
-    (MIDDLE[i], MIDDLE[(i + step) % len(MIDDLE)], sign) for step, sign in ((1, 1), (3, -1)) for i in range(len(MIDDLE))
-)
-"""Planted interactions (feature, feature, sign): each adds or subtracts the inner product of two latent vectors."""
 DENSE_PRODUCTS = ((0, 4), (2, 6), (5, 12), (7, 10))
 """Planted products of two dense inputs."""
 
-DENSE_STD, MAIN_STD, PAIR_STD = 0.65, 0.85, 1.15
-"""Standard deviations of the three parts of the logit."""
+DENSE_STD, MAIN_STD, PLANTED_STD = 0.65, 0.85, 1.15
+"""Standard deviations of the three parts of the logit, at strength 1."""
 CLICK_RATE = 0.25
 HEAD_IDS = 20.0
 """The effect of the id of popularity rank r shrinks as 1 / (1 + r / HEAD_IDS): what is seen rarely matters little."""
@@ -51,15 +46,24 @@ def mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Teacher:
-    """logit = bias + dense part + one main effect per id + inner products of latent vectors over PAIRS.
+    """logit = bias + dense part + one main effect per id + strength * the world's products of latent vectors.
 
     Effects of an id are hashed from (seed, feature, id), so nothing is stored per id. A calibration sample fixes, per
-    seed, the mean and scale of every effect (each centred, so that a pair holds no main effect), the standard
-    deviations of the three parts and the click rate.
+    seed, the mean and scale of every effect (each centred, so that a product holds no effect of fewer features), the
+    standard deviations of the three parts and the click rate.
     """
 
-    def __init__(self, seed: int, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        world: SynthWorld,
+        strength: float,
+        cardinalities: tuple[int, ...],
+        dense: NDArray[np.int32],
+        ids: NDArray[np.int64],
+    ) -> None:
         """Calibrate on `dense` [num_dense, n] and `ids` [num_sparse, n] (popularity ranks; -1: missing)."""
+        self.world = world
         num_sparse, num_dense = len(ids), len(dense)
         self._keys = mix(np.arange(num_sparse, dtype=np.uint64) + np.uint64(seed) * np.uint64(1_000_003))
         coefficients = _hashed_uniforms(mix(np.arange(num_dense, dtype=np.uint64) ^ np.uint64(~seed & (2**64 - 1))))
@@ -70,19 +74,32 @@ class Teacher:
             logs = _log_counts(dense[j])
             self._dense_mean[j], self._dense_scale[j] = logs.mean(), 1.0 / max(float(logs.std()), 1e-3)
         # One row per effect: the main effect, then the latent columns.
-        self._offsets = np.zeros((num_sparse, 1 + LATENT_DIM), np.float32)
-        self._scales = np.ones((num_sparse, 1 + LATENT_DIM), np.float32)
+        self._offsets = np.zeros((num_sparse, 1 + world.latent_dim), np.float32)
+        self._scales = np.ones((num_sparse, 1 + world.latent_dim), np.float32)
         for f in range(num_sparse):
             raw = self._effects(f, ids[f])
             variance = raw.var(axis=1)
             variance[1:] = variance[1:].mean()  # one scale for the whole latent vector
             self._offsets[f] = raw.mean(axis=1)
             self._scales[f] = 1.0 / np.sqrt(np.maximum(variance, 1e-4))
+        if world.centred_by_law:
+            for f in world.planted_features:
+                self._centre_by_law(f, cardinalities[f])
         parts = self._parts(dense, ids)
         self._gains = [std / max(float(part.std()), 1e-6) for std, part in zip(_STDS, parts, strict=True)]
+        self._gains[-1] *= strength
         self._means = [float(part.mean()) for part in parts]
         self.bias = 0.0
         self.bias = _solve_bias(self._logits(dense, ids), CLICK_RATE)
+
+    def _centre_by_law(self, feature: int, cardinality: int) -> None:
+        """Mean 0 and variance 1 for the latents of a feature, over all of its ids by their probabilities."""
+        every_id, probabilities = id_probabilities(feature, cardinality)
+        latents = self._effects(feature, every_id)[1:].astype(np.float64)
+        means = latents @ probabilities
+        variance = ((latents - means[:, None]) ** 2 @ probabilities).mean()
+        self._offsets[feature, 1:] = means
+        self._scales[feature, 1:] = 1.0 / np.sqrt(max(variance, 1e-4))
 
     def bins(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """[n] the bin of each sample's logit; its probability is PROBABILITIES[bin]."""
@@ -96,7 +113,7 @@ class Teacher:
         return logits
 
     def _parts(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """The three parts of the logit before gains: dense, main effects, pairs; each [n]."""
+        """The three parts of the logit before gains: dense, main effects, planted products; each [n]."""
         standard = [
             np.clip((_log_counts(column) - mean) * scale, -2.5, 2.5)
             for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)
@@ -111,24 +128,20 @@ class Teacher:
         for f, column in enumerate(ids):
             effects = (self._effects(f, column) - self._offsets[f][:, None]) * self._scales[f][:, None]
             main_part += effects[0]
-            if f in MIDDLE:
+            if f in self.world.planted_features:
                 latents[f] = effects[1:]
-        pair_part = np.zeros_like(dense_part)
-        for f, g, sign in PAIRS:
-            for a, b in zip(latents[f], latents[g], strict=True):
-                pair_part += np.float32(sign) * a * b
-        return dense_part, main_part, pair_part
+        return dense_part, main_part, planted_sum(self.world.planted, latents)
 
     def _effects(self, feature: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[1 + LATENT_DIM, n] main effect and latent vector of each id, before centring; -1 is an id like any other."""
+        """[1 + latent_dim, n] main effect and latent vector of each id, before centring; -1 is an id like any other."""
         hashed = mix(ids.view(np.uint64) * np.uint64(_GOLDEN) + self._keys[feature])
         size = np.float32(1.0) / (np.float32(1.0) + np.maximum(ids, 0).astype(np.float32) / np.float32(HEAD_IDS))
-        effects = _hashed_uniforms(hashed)[: 1 + LATENT_DIM]
+        effects = _hashed_uniforms(hashed)[: 1 + self.world.latent_dim]
         effects *= size
         return effects
 
 
-_STDS = (DENSE_STD, MAIN_STD, PAIR_STD)
+_STDS = (DENSE_STD, MAIN_STD, PLANTED_STD)
 
 
 def _hashed_uniforms(hashed: NDArray[np.uint64]) -> NDArray[np.float32]:

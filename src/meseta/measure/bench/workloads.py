@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meseta.data.synth.click_log import CARDINALITIES
+from meseta.data.synth.columns import CARDINALITIES
 from meseta.measure.traffic import Traffic, Training
 from meseta.spec import OptimizerSpec
 

@@ -51,6 +51,13 @@ def _width(x: Tensor, pooled: Tensor) -> Any:
     return x.shape[1] + num_features * (num_features + 1) // 2
 
 
+def _flops(x: Tensor, pooled: Tensor) -> int:
+    """Of each pair of vectors of each sample; of all with all where plain torch multiplies them."""
+    num_vectors = pooled.shape[1] // x.shape[1] + 1
+    pairs = num_vectors * (num_vectors - 1) // 2 if _compiled(x, pooled) else num_vectors**2
+    return 2 * pairs * x.numel()
+
+
 def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
     _check(x, pooled)
     if not _compiled(x, pooled):
@@ -101,12 +108,15 @@ _forward = register(
     cpu=_forward_cpu,
     cuda=reference.dot_interaction,
     fake=lambda x, pooled: x.new_empty(x.shape[0], _width(x, pooled)),
+    flops=_flops,
 )
 _backward = register(
     "dot_interaction_backward(Tensor gradient, Tensor x, Tensor pooled) -> (Tensor, Tensor)",
     cpu=_backward_cpu,
     cuda=reference.dot_interaction_backward,
     fake=lambda gradient, x, pooled: (x.new_empty(x.shape), pooled.new_empty(pooled.shape)),
+    # A product has a gradient for each of its two vectors; of all with all, both are in the sum of the transposes.
+    flops=lambda gradient, x, pooled: _flops(x, pooled) * (2 if _compiled(x, pooled) else 1),
 )
 
 

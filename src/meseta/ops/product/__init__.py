@@ -147,4 +147,5 @@ _operator = register(
     cpu=_product_cpu,
     cuda=reference.batched_product,
     fake=lambda a, b, bias: a.new_empty(a.shape[0], a.shape[1], b.shape[2]),
+    flops=lambda a, b, bias: 2 * a.numel() * b.shape[2],
 )

@@ -48,15 +48,21 @@ def _make(factory: Factory, spec: OptimizerSpec) -> RowOptimizer:
     optimizer = factory(spec)
     if spec.is_own:
         _check_own(optimizer, spec)
+    if spec.stepped_rows != "looked_up":  # whose gradient holds the penalties of each lookup already
+        optimizer = _with_penalties(optimizer, spec)
+    if spec.clip_norm is not None:
+        optimizer = clip_norm(optimizer, spec.clip_norm)
+    if spec.clip_value is not None:
+        optimizer = clip_value(optimizer, spec.clip_value)
+    return optimizer
+
+
+def _with_penalties(optimizer: RowOptimizer, spec: OptimizerSpec) -> RowOptimizer:
     if spec.weight_decay and spec.name not in DECAY_INSIDE:
         is_decoupled = spec.name == "adamw" or spec.weight_decay_mode == "decoupled"
         optimizer = (decoupled_decay if is_decoupled else coupled_decay)(optimizer, spec.weight_decay)
     if spec.l1 and spec.name != "ftrl" and not spec.is_own:  # ftrl solves for it; a user's own may use it as it will
         optimizer = absolute_penalty(optimizer, spec.l1)
-    if spec.clip_norm is not None:
-        optimizer = clip_norm(optimizer, spec.clip_norm)
-    if spec.clip_value is not None:
-        optimizer = clip_value(optimizer, spec.clip_value)
     return optimizer
 
 

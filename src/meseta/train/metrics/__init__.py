@@ -19,6 +19,7 @@ from meseta.train.metrics.figures import (
 )
 from meseta.train.metrics.grouped import GroupedFigure, grouped_auc, grouped_ndcg
 from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
+from meseta.train.metrics.regret import regret
 from meseta.train.metrics.tasks import Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.window import MetricWindow
 
@@ -43,6 +44,7 @@ __all__ = [
     "logloss",
     "normalized_entropy",
     "pr_auc",
+    "regret",
     "reliability_curve",
     "segments_of",
     "task_figures",

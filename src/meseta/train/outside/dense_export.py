@@ -22,6 +22,7 @@ from meseta.errors import one_line
 from meseta.machine.files import whole_folder
 from meseta.machine.remote import Location
 from meseta.models import make_model
+from meseta.models.base import check_reads_pooled
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.specs import make_specs
@@ -67,6 +68,7 @@ def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DenseP
     model = make_model(config.model, collection, len(dataset.dense), config.seed, labels=dataset.labels)
     model.to(dtype=collection.dtype)
     set_dense_part(model, read_tensors(path, read_manifest(path)["dense"]))
+    check_reads_pooled("export", model)
     part = DensePart(model, calibration_shift(config.data.negative_keep)).eval()
     return part, _describe(config, dataset, collection)
 

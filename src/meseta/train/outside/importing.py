@@ -87,7 +87,8 @@ def _fill(
     _check_names(tensors, targets, names, f"say --from {others[0]}" if others else _WAY_OUT)
     values = {names[name]: tensor for name, tensor in tensors.items()}
     first = "top_mlp.0.weight"
-    if layout == "torchrec" and isinstance(model, DLRM) and model.interaction == "dot" and first in values:
+    is_dot = isinstance(model, DLRM) and model.interaction == "dot" and model.bottom_mlp is not None
+    if layout == "torchrec" and is_dot and first in values:
         width = next(iter(model.dims.values()))
         values[first] = lower_from_upper(values[first], width, len(model.dims) + 1)
     for name, value in values.items():

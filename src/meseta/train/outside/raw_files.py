@@ -9,6 +9,7 @@ from typing import Any
 
 from meseta.config import TrainConfig, set_default
 from meseta.config.load import value_at
+from meseta.config.models import section_class
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.layout import NO_CATEGORY
 from meseta.telemetry.splits import VALID
@@ -26,18 +27,8 @@ ROWS_BETWEEN_EVALUATIONS = 1_000_000
 
 _NO_TABLES = {"model.deep_mlp": [256, 128], "dense.optimizer.lr": 0.003}
 """Of data without categories, where the MLP has to do it all."""
-_DEEP = {"model.deep_mlp": [128, 64]}
-_DLRM = {"model.bottom_mlp": [64], "model.top_mlp": [128, 64]}
-WIDTHS: Mapping[str, Mapping[str, Any]] = {
-    "deepfm": _DEEP,
-    "wide_deep": _DEEP,
-    "xdeepfm": {**_DEEP, "model.cin_layers": [16, 16]},
-    "autoint": {**_DEEP, "model.attention_layers": 2, "model.attention_dim": 8},
-    "dlrm": _DLRM,
-    "dlrm_dcnv2": {**_DLRM, "model.cross_layers": 2, "model.cross_low_rank": 32},
-    "mmoe": {"model.num_experts": 4, "model.expert_mlp": [64, 32], "model.tower_mlp": [32]},
-}
-"""Of the models that have hidden layers."""
+_SIZES = {"dropout": 0.2, "embedding_dim": 8}
+"""Of small data, for a model that has these keys."""
 _YIELD: Mapping[str, Sequence[str]] = {
     "train.epochs": ("train.max_steps",),
     "train.eval_every_epochs": ("train.eval_every_steps",),
@@ -101,11 +92,12 @@ def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"train.batch_size": default_batch_size(num_rows)}
     if model is None:
         model = settings["model.name"] = "deepfm" if len(dataset.labels) == 1 else "mmoe"
-    if model in WIDTHS:
-        settings |= {**WIDTHS[model], "model.dropout": 0.2}
+    section = section_class(model)
+    sizes = {**section.small, **{key: size for key, size in _SIZES.items() if key in section.model_fields}}
+    settings |= {f"model.{key}": size for key, size in sizes.items()}
     if model == "deepfm" and not _has_tables(dataset):
         settings |= _NO_TABLES
-    settings |= {"model.embedding_dim": 8, "embedding.init.scale": 0.01, "embedding.optimizer.lr": 0.05}
+    settings |= {"embedding.init.scale": 0.01, "embedding.optimizer.lr": 0.05}
     if VALID not in dataset.splits or not dataset.splits[VALID].num_rows:
         return settings | {"train.epochs": EPOCHS_WITHOUT_VALID}
     return settings | {

@@ -93,10 +93,12 @@ def copies_of_run(config: CheckpointConfig) -> bool:
     return config.background == "always" and bool(is_on_the_way)
 
 
-def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks: int, per_host: int) -> RunBytes:
+def run_bytes(
+    config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks: int, per_host: int, *, on_cpu: bool
+) -> RunBytes:
     """What a run adds to its plan on so many ranks, `per_host` of them on a host; of the model, `outline` has the
     shapes, as meseta.train.setup.outline makes it."""
-    train = config.train
+    train, num_dense = config.train, len(dataset.dense)
     batch_size = -(-train.batch_size // num_ranks)
     part_size = -(-batch_size // train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
@@ -105,10 +107,12 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     is_stale, overlaps = bool(config.pipeline.stale), num_ranks > 1 and config.pipeline.overlap != "off"
     if overlaps or is_stale:  # the batch whose ids travel ahead, and those that come
         ahead += 2 * batch_size
+    scored = -(-train.eval_batch_size // num_ranks)
     return RunBytes(
         dense_bytes=dense_part_bytes(config, outline, num_ranks, per_host),
-        step_bytes=step_bytes(outline, part_size, len(dataset.dense)) + is_stale * answers_bytes(outline, batch_size),
-        evaluation_bytes=score_bytes(outline, -(-train.eval_batch_size // num_ranks), len(dataset.dense)),
+        step_bytes=step_bytes(outline, part_size, num_dense, on_heap=on_cpu)
+        + is_stale * answers_bytes(outline, batch_size),
+        evaluation_bytes=score_bytes(outline, scored, num_dense, on_heap=on_cpu),
         eval_batch_size=train.eval_batch_size,
         num_parts=train.accumulate_steps,
         reading_bytes=int(ahead * sample_bytes),

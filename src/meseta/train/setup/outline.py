@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from meseta.comm import BatchSlice, World
 from meseta.config import RunConfig
@@ -19,15 +21,23 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.models import make_model
-from meseta.models.base import OfDense, ScoringModel, before_of
+from meseta.models.base import OfDense, ScoringModel, before_of, check_reads_pooled
+from meseta.models.initial import fill_named
 from meseta.models.own import own_model_class
-from meseta.spec import MesetaError
-from meseta.train.setup.workload import PASSES, forward_flops
+from meseta.ops.library import FLOPS
+from meseta.spec import InitSpec, MesetaError
+from meseta.train.setup.heap import heap_peak
+
+PASSES = 3
+"""A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
 
 
 def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """The model of a config on tables that take no memory yet. Raises MesetaError as `make_model` does."""
-    return make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
+    """The model of a config on tables that take no memory yet, its parameters as `dense.init` has them. Raises
+    MesetaError as `make_model` and `fill_named` do."""
+    model = make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
+    fill_named(model, {name: InitSpec(**init.model_dump()) for name, init in config.dense.init.items()}, config.seed)
+    return model
 
 
 def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
@@ -74,13 +84,10 @@ class _Ledger(TorchDispatchMode):
         """Of the blocks that these lie in."""
         return {self._numbers[t.untyped_storage()._cdata] for t in tensors if t is not None}
 
-    def peak(self, but: Collection[int] = ()) -> int:
-        """The most bytes that were taken at once, apart from some blocks."""
-        most = now = 0
-        for number, num_bytes in self.entries:
-            now += 0 if number in but else num_bytes
-            most = max(most, now)
-        return most
+    def peak(self, on_heap: bool, but: Collection[int] = ()) -> int:
+        """The most bytes that were taken at once, apart from some blocks, or what the C library's heap grows to."""
+        entries = [(number, num_bytes) for number, num_bytes in self.entries if number not in but]
+        return heap_peak(entries) if on_heap else max(accumulate(n for _, n in entries), default=0)
 
 
 def answers_bytes(outline: nn.Module, batch_size: int) -> int:
@@ -88,60 +95,82 @@ def answers_bytes(outline: nn.Module, batch_size: int) -> int:
     return batch_size * _columns(outline) * _embeddings(outline).dtype.itemsize
 
 
-def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+def step_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
     """The most bytes that scoring `batch_size` samples and the way back take at once: bags, activations, gradients of
-    both, and what products need beside. Parameters and their gradients are counted elsewhere.
+    both, and what products need beside. Parameters and their gradients are counted elsewhere. `on_heap`: what the heap
+    of a process that trains on a CPU grows to for them.
 
     A layer that asks where its samples lie is told of one rank. A model of the user's own that cannot be followed
     without numbers counts by its linear layers: their outputs and the gradients of these.
     """
     try:
-        return _followed_step(outline, batch_size, num_dense)
+        return _followed_step(outline, batch_size, num_dense, on_heap)
     except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
         if isinstance(outline, ScoringModel):
             raise
         return _by_linear_layers(outline, batch_size)
 
 
-def before_flops(outline: nn.Module, num_dense: int) -> float:
-    """Operations of a sample, forwards and backwards, in the linear layers that what `before` of the model returns
-    depends on; 0 without it, and for a model of the user's own that cannot be followed without numbers."""
+def step_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """Operations of the products of matrices that score `batch_size` samples and that the way back takes, as
+    torch.utils.flop_counter counts them: two for each number that is multiplied and added. What goes number by number,
+    such as a ReLU or the sums of a factorization machine, counts for nothing.
+
+    A model of the user's own that cannot be followed without numbers counts by its linear layers.
+    """
+    try:
+        with _counter() as counter:
+            dense, pooled = _inputs(outline, batch_size, num_dense)
+            _way_back(outline, [_score(outline, dense, pooled, batch_size)], pooled)
+    except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
+        if isinstance(outline, ScoringModel):
+            raise
+        layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear))
+        return PASSES * batch_size * sum(2 * layer.in_features * layer.out_features for layer in layers)
+    return int(counter.get_total_flops())
+
+
+def before_flops(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """The same of what `before` of the model makes of dense inputs alone, and its way back; 0 without it, and for a
+    model of the user's own that cannot be followed without numbers."""
     before = before_of(outline)
     if before is None or not all(parameter.is_meta for parameter in outline.parameters()):
-        return 0.0
+        return 0
     try:
-        with _of_one_rank(outline, 2):
-            found = before(torch.empty(2, num_dense, device="meta"))
-        learned = _learned_from(found.x if isinstance(found, OfDense) else found, outline)
+        with _counter() as counter:
+            with _of_one_rank(outline, batch_size):
+                found = before(torch.empty(batch_size, num_dense, device="meta"))
+            _way_back(outline, tree_leaves(found.x if isinstance(found, OfDense) else found))
     except Exception:
         if isinstance(outline, ScoringModel):
             raise
-        return 0.0
-    layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear) and layer.weight in learned)
-    return float(PASSES * sum(map(forward_flops, layers)))
+        return 0
+    return int(counter.get_total_flops())
 
 
-def _learned_from(outputs: Any, outline: nn.Module) -> set[nn.Parameter]:
-    """The parameters that tensors, in lists and mappings of any depth, depend on."""
-    tensors = [tensor for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor) and tensor.requires_grad]
-    if not tensors:
-        return set()
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=FLOPS)
+
+
+def _way_back(outline: nn.Module, outputs: Iterable[Any], *inputs: Tensor) -> Sequence[Tensor | None]:
+    """Gradients of `inputs` and of all parameters, of those outputs that are tensors and depend on them."""
     parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(tensors, parameters, [torch.ones_like(t) for t in tensors], allow_unused=True)
-    return {parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+    tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in tensors]
+    learned = [*inputs, *parameters]
+    return torch.autograd.grad(tensors, learned, ones, allow_unused=True) if tensors and learned else ()
 
 
-def _followed_step(outline: nn.Module, batch_size: int, num_dense: int) -> int:
-    parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
+def _followed_step(outline: nn.Module, batch_size: int, num_dense: int, on_heap: bool) -> int:
     with _Ledger(_tensors(outline)) as ledger:
         dense, pooled = _inputs(outline, batch_size, num_dense)
         logits = _score(outline, dense, pooled, batch_size)
-        found = torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits), allow_unused=True)
+        found = _way_back(outline, [logits], pooled)
         del logits
-    return ledger.peak(but=ledger.numbers_of(found[1:]))
+    return ledger.peak(on_heap, but=ledger.numbers_of(found[1:]))
 
 
-def score_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+def score_bytes(outline: nn.Module, batch_size: int, num_dense: int, *, on_heap: bool = False) -> int:
     """As `step_bytes`, of an evaluation: there is no way back."""
     try:
         with torch.no_grad(), _Ledger(_tensors(outline)) as ledger:
@@ -150,7 +179,7 @@ def score_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
         if isinstance(outline, ScoringModel):
             raise
         return _by_linear_layers(outline, batch_size) // 2
-    return ledger.peak()
+    return ledger.peak(on_heap)
 
 
 def _by_linear_layers(outline: nn.Module, batch_size: int) -> int:
@@ -165,6 +194,7 @@ def _tensors(outline: nn.Module) -> list[Tensor]:
 
 def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor, Tensor]:
     """Dense inputs [B, num_dense] and bags [B, sum of D], which learn."""
+    check_reads_pooled("outline", outline)  # how many rows there are is a matter of the ids
     dense = torch.empty(batch_size, num_dense, device="meta")
     dtype = _embeddings(outline).dtype
     return dense, torch.empty(batch_size, _columns(outline), dtype=dtype, device="meta").requires_grad_()

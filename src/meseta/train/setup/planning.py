@@ -48,7 +48,7 @@ class RunPlanner:
     @cached_property
     def workload(self) -> Workload:
         """Of its steps."""
-        return with_overlap(self._workload, self.overlap, before_flops(self.outline, len(self.dataset.dense)))
+        return with_overlap(self._workload, self.overlap, self.outline, len(self.dataset.dense))
 
     @cached_property
     def overlap(self) -> ChosenOverlap:
@@ -65,7 +65,8 @@ class RunPlanner:
     def run_bytes(self) -> RunBytes:
         """What it adds to the memory of its plan."""
         world = self._world
-        return run_bytes(self.config, self.dataset, self.outline, world.size, world.ranks_per_host)
+        sizes = world.size, world.ranks_per_host
+        return run_bytes(self.config, self.dataset, self.outline, *sizes, on_cpu=world.device.type == "cpu")
 
     def memory(self, plan: Plan) -> RunMemory:
         """What its ranks hold under any plan for the hosts of `plan`."""
@@ -186,8 +187,9 @@ def find_run_plan(
     if outline is not None:
         copies = topology.is_one_cpu_host
         overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
-        workload = with_overlap(workload, overlap, before_flops(outline, len(dataset.dense)))
-        run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
+        workload = with_overlap(workload, overlap, outline, len(dataset.dense))
+        sizes = topology.num_ranks, topology.devices_per_host
+        run = run_bytes(config, dataset, outline, *sizes, on_cpu=topology.device == "cpu")
     topology, without = room_of_run(topology, config.storage.options)
     planned = find_plan(workload, topology, cost_model, constraints, run, without)
     return planned if topology.num_ranks > 1 or planned.plan.lies_far else replace(planned, plan=collection.plan)
@@ -202,9 +204,10 @@ def run_overlap(
     return foresee_overlap(asked, outline, num_ranks, num_parts, sums_dense="dense" in names, copies=copies)
 
 
-def with_overlap(workload: Workload, overlap: ChosenOverlap, before_flops_per_sample: float) -> Workload:
-    """The workload of a run that hides so much, and computes so much from dense inputs alone."""
-    dense = replace(workload.dense, before_flops_per_sample=before_flops_per_sample)
+def with_overlap(workload: Workload, overlap: ChosenOverlap, outline: nn.Module, num_dense: int) -> Workload:
+    """The workload of a run that hides so much, and of what its model computes from dense inputs alone."""
+    of_dense = before_flops(outline, workload.batch_size, num_dense) / workload.batch_size
+    dense = replace(workload.dense, before_flops_per_sample=of_dense)
     return replace(workload, dense=dense, overlap=overlap.hidden)
 
 

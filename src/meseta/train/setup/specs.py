@@ -6,13 +6,10 @@ from dataclasses import replace
 
 from meseta.config import RunConfig
 from meseta.config.embedding import RegularizationConfig
-from meseta.config.widths import wanted_embedding_dim
+from meseta.config.models import VectorModelConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
-from meseta.spec.optimizer import USED_FIELDS
-
-COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
-"""Row optimizers to whose gradient a penalty is added."""
+from meseta.spec.optimizer import COUPLED
 
 
 def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
@@ -23,15 +20,20 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             if name not in known:
                 way_out = nearest(name, known)
                 raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")
-    dim = wanted_embedding_dim(config.model)
     tables, features = [], []
     for column in dataset.sparse:
+        pooling = config.embedding.pooling_of(column.name)
+        if pooling == "none" and column.weighted:
+            raise MesetaError(
+                f"config: embedding.tables.{column.name}.pooling is 'none', but its ids have weights, which multiply "
+                "rows while they are pooled; set it to sum or mean"
+            )
         optimizer = OptimizerSpec(**config.embedding.optimizer_of(column.name))
         tables.append(
             TableSpec(
                 name=column.name,
                 num_embeddings=column.num_embeddings,
-                embedding_dim=dim,
+                embedding_dim=_width(config, column.name),
                 dtype=config.embedding.dtype,
                 init=InitSpec(**config.embedding.init_of(column.name)),
                 optimizer=_penalised(column.name, optimizer, config.embedding.regularization),
@@ -41,12 +43,23 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             FeatureSpec(
                 name=column.name,
                 table=column.name,
-                pooling=config.embedding.pooling,
+                pooling=pooling,
                 weighted=column.weighted,
                 id_policy=config.embedding.id_policy,
             )
         )
     return tables, features
+
+
+def _width(config: RunConfig, table: str) -> int:
+    """Columns of a table; raises MesetaError for a width of its own where the model has no vectors."""
+    dim, model = config.embedding.embedding_dim_of(table), config.model
+    if dim is not None and not isinstance(model, VectorModelConfig):
+        raise MesetaError(
+            f"config: embedding.tables.{table}.embedding_dim is {dim}, but model {model.name!r} has one weight of an "
+            "id and no vectors; leave it out, or choose another model.name"
+        )
+    return model.table_width(dim)
 
 
 def _penalised(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:

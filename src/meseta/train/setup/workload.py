@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -16,18 +15,16 @@ from meseta.spec.workload import DenseExchange
 if TYPE_CHECKING:  # `meseta plan` makes workloads without torch
     from torch import nn
 
-PASSES = 3
-"""A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
-
 
 def make_workload(
     config: RunConfig,
     dataset: Dataset,
     tables: Sequence[TableSpec],
     features: Sequence[FeatureSpec],
-    model: nn.Module | None = None,
+    outline: nn.Module | None = None,
 ) -> Workload:
-    """The workload of a run; without a model its dense part is empty. Features are named as the dataset's columns."""
+    """The workload of a run; without the outline of its model its dense part is empty. Features are named as the
+    dataset's columns."""
     columns = {column.name: column for column in dataset.sparse}
     num_samples = dataset.num_training_rows
     return Workload(
@@ -35,8 +32,8 @@ def make_workload(
         features=tuple(features),
         batch_size=config.train.batch_size,
         loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
-        dense=DenseLoad() if model is None else dense_load(config, model),
-        dense_exchange=DenseExchange() if model is None else dense_exchange(config, model),
+        dense=DenseLoad() if outline is None else dense_load(config, outline, len(dataset.dense)),
+        dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline),
         comm=config.comm.communication,
     )
 
@@ -55,30 +52,18 @@ def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
     )
 
 
-def forward_flops(layer: nn.Linear) -> int:
-    """Operations of one sample forwards."""
-    return 2 * layer.in_features * layer.out_features
+def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLoad:
+    """Operations and bytes of everything that is not a table, of a model's outline, as
+    meseta.train.setup.outline makes it."""
+    from meseta.train.setup.outline import answers_bytes, step_bytes, step_flops
 
-
-def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
-    """Operations and bytes of everything that is not a table, from the sizes of its linear layers; and the products of
-    pairs of a DLRM."""
-    from torch import nn
-
-    from meseta.models import DLRM
-
-    parameters = [own for own in model.parameters() if own.requires_grad]
-    layers = [own for own in model.modules() if isinstance(own, nn.Linear)]
-    flops = sum(map(forward_flops, layers))
-    widths = sum(own.out_features for own in layers)
-    if isinstance(model, DLRM):
-        widths += model.pooled_width
-        if model.interaction == "dot":
-            flops += 2 * math.comb(len(model.dims) + 1, 2) * max(model.dims.values(), default=0)
+    parameters = [own for own in outline.parameters() if own.requires_grad]
+    batch_size = config.train.batch_size
+    moving = step_bytes(outline, batch_size, num_dense) - 2 * answers_bytes(outline, batch_size)
     return DenseLoad(
-        flops_per_sample=float(PASSES * flops),
+        flops_per_sample=step_flops(outline, batch_size, num_dense) / batch_size,
         parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
-        activation_bytes_per_sample=8 * widths,  # an output and its gradient
+        activation_bytes_per_sample=max(-(-moving // batch_size), 0),
         dtype=dense_dtype(config),
     )
 
@@ -86,6 +71,7 @@ def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
 def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
     """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
     from meseta.comm.dense_shards import cut_modules
+    from meseta.models.base import term_names
     from meseta.models.global_layers import BatchNorm
     from meseta.train.saving import NUM_FLAGS
 
@@ -101,6 +87,6 @@ def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
         norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
         cut_shapes=shapes,
         num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
-        num_flags=NUM_FLAGS,
+        num_flags=NUM_FLAGS + len(term_names(model)),
         num_parts=config.train.accumulate_steps,
     )

@@ -78,31 +78,40 @@ def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], li
     space: dict[str, Choices | Range] = {}
     fixed = []
     for setting in settings:
-        key, equals, text = (part.strip() for part in setting.partition("="))
-        drawn = _DRAW.fullmatch(text)
-        is_list = text.startswith("[")
-        if not equals or not (drawn or is_list):
+        key, entry = parse_setting(setting)
+        if entry is None:
             fixed.append(setting)
-            continue
-        if key in space:
+        elif key in space:
             raise MesetaError(f"sweep: {key!r} is given twice; put all of its values into one list")
-        if drawn:
-            space[key] = _range(setting, *drawn.groups())
-            continue
-        try:
-            values = parse_yaml(text)
-            json.dumps(values)
-        except (MesetaError, TypeError):  # YAML has dates, which no setting is
-            raise MesetaError(f"sweep: {setting!r} is not a list; write it as '{key}=[a, b, c]'") from None
-        if not isinstance(values, list) or not values:
-            raise MesetaError(f"sweep: {setting!r} has no values; write it as '{key}=[a, b, c]'")
-        space[key] = Choices(tuple(values))
+        else:
+            space[key] = entry
     if not space:
         raise MesetaError(
             "sweep: nothing is searched; give choices such as 'dense.optimizer.lr=[0.001,0.01]', or with --random a "
             "range such as 'dense.optimizer.lr=loguniform(1e-4,1e-1)'"
         )
     return space, fixed
+
+
+def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
+    """(key, what is tried of it) of `key=[a, b]` or `key=loguniform(a, b)`; None for anything else.
+
+    Raises MesetaError for a list without values and for bounds that are none.
+    """
+    key, equals, text = (part.strip() for part in setting.partition("="))
+    drawn = _DRAW.fullmatch(text)
+    if equals and drawn:
+        return key, _range(setting, *drawn.groups())
+    if not equals or not text.startswith("["):
+        return key, None
+    try:
+        values = parse_yaml(text)
+        json.dumps(values)
+    except (MesetaError, TypeError):  # YAML has dates, which no setting is
+        raise MesetaError(f"sweep: {setting!r} is not a list; write it as '{key}=[a, b, c]'") from None
+    if not isinstance(values, list) or not values:
+        raise MesetaError(f"sweep: {setting!r} has no values; write it as '{key}=[a, b, c]'")
+    return key, Choices(tuple(values))
 
 
 def _range(setting: str, kind: str, low: str, high: str) -> Range:
@@ -196,7 +205,7 @@ def open_sweep(
             _check_data(trial, chosen)
             if chosen.checkpoint.dir is not None:
                 raise MesetaError("checkpoint.dir: all trials would write there; leave it out")
-            own_code |= _own_code(chosen)
+            own_code |= own_code_of(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
     record = {"format": FORMAT, "config": plain_data(document)}
@@ -224,7 +233,7 @@ def open_sweep(
     return Sweep(out=out, config=common, trials=trials)
 
 
-def _own_code(config: RunConfig) -> dict[str, str]:
+def own_code_of(config: RunConfig) -> dict[str, str]:
     """Import paths of a config -> the words in which they are told."""
     embedding = config.embedding
     optimizers = [embedding.optimizer, *(table.optimizer for table in embedding.tables.values())]

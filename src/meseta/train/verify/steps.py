@@ -130,6 +130,12 @@ def _given_gradients(
 ) -> Callable[[int, Batch, Batch], tuple[None, Tensor]]:
     """A lookup and an update by gradients that depend on the seed, the step, the sample and the column alone."""
     embeddings = model.embeddings
+    for feature in embeddings.features:
+        if feature.pooling == "none":
+            raise MesetaError(
+                f"verify: feature {feature.name!r} has pooling 'none', and gradients are given to pooled vectors; "
+                f"set embedding.tables.{feature.name}.pooling=sum for the comparison"
+            )
 
     def step(number: int, local: Batch, whole: Batch) -> tuple[None, Tensor]:
         pooled = embeddings(local.to(world.device).sparse).pooled.values

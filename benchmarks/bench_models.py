@@ -1,0 +1,145 @@
+"""Samples a second of the interaction models in training, beside the same models in torch's modules.
+
+    python benchmarks/bench_models.py [--quick] [MODEL ...]
+
+Criteo's 26 tables of 16 columns, 13 dense inputs, 2,048 samples, two threads, SGD; ours through `Pipeline` as
+`meseta train` has it, in float32 and bfloat16, and torch's with an nn.EmbeddingBag(sparse=True) per table. Both start
+from the same weights and must have the same logits. Steps of all three in turns, in one process; the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, cast
+
+import torch
+from plain_models import DIM, NUM_DENSE, PLAIN
+from record import record
+from torch import Tensor, nn
+
+from meseta.comm import World
+from meseta.config import ModelConfig
+from meseta.embedding import EmbeddingBagCollection
+from meseta.measure.bench.workloads import E2E, small
+from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.models import make_model
+from meseta.ops.allocator import keep_freed_memory
+from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.spec.tables import DenseDtype
+from meseta.train.bench import make_batch, make_pipeline
+
+LR, FILL = 0.001, 0.01
+ROUNDS, STEPS = 15, 6
+"""Turns, and steps of one."""
+
+
+class PlainTraining:
+    """A model of torch's modules with its tables, and its optimizer."""
+
+    def __init__(self, name: str, training: Training) -> None:
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, _weight=torch.full((rows, DIM), FILL))
+            for rows in training.traffic.rows
+        )
+        self.model = PLAIN[name]()
+        self.optimizer = torch.optim.SGD([*self.tables.parameters(), *self.model.parameters()], lr=LR)
+
+    def logits(self, samples: Samples) -> Tensor:
+        ids = torch.from_numpy(samples.ids)
+        vectors = torch.stack([table(ids[f]) for f, table in enumerate(self.tables)], dim=1)
+        return cast(Tensor, self.model(torch.from_numpy(samples.dense), vectors))
+
+    def step(self, samples: Samples) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.binary_cross_entropy_with_logits(self.logits(samples), torch.from_numpy(samples.label))
+        loss.backward()
+        self.optimizer.step()
+        loss.item()  # ours looks at it as well
+
+
+def our_model(name: str, training: Training, dtype: DenseDtype) -> Any:
+    spec = OptimizerSpec(name="sgd", lr=LR)
+    init = InitSpec(kind="constant", scale=FILL)
+    tables = [
+        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=DIM, init=init, optimizer=spec)
+        for f, rows in enumerate(training.traffic.rows)
+    ]
+    features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+    collection = EmbeddingBagCollection(tables, features)
+    return make_model(ModelConfig(name=name), collection, NUM_DENSE, 0, dtype)
+
+
+def copy_weights(model: Any, plain: PlainTraining) -> None:
+    """From ours, parameter by parameter."""
+    ours = [p for n, p in model.named_parameters() if not n.startswith("embeddings.")]
+    with torch.no_grad():
+        for mine, other in zip(ours, plain.model.parameters(), strict=True):
+            other.copy_(mine)
+
+
+def check(model: Any, plain: PlainTraining, samples: Samples) -> None:
+    """Stops where ours and torch's have other logits."""
+    with torch.no_grad():
+        ours, theirs = model(torch.from_numpy(samples.dense), make_batch(samples).sparse), plain.logits(samples)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def in_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of a step."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            for _ in range(STEPS):
+                start = time.perf_counter()
+                step()
+                if turn:  # the first warms up
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def measure(name: str, training: Training, rounds: int) -> dict[str, float]:
+    """Samples a second, by contender."""
+    samples = make_samples(training)
+    plain = PlainTraining(name, training)
+    steps: dict[str, Callable[[], object]] = {}
+    dtypes: tuple[DenseDtype, ...] = ("float32", "bfloat16")
+    for dtype in dtypes:
+        model = our_model(name, training, dtype)
+        if dtype == "float32":
+            copy_weights(model, plain)
+            check(model, plain, samples[0])
+        running: Iterator[Any] = make_pipeline(model, LR, World.single()).steps(map(make_batch, cycle(samples)))
+        steps[dtype] = running.__next__
+    turn = cycle(samples)
+    steps["torch"] = lambda: plain.step(next(turn))
+    return {who: training.traffic.batch_size / seconds for who, seconds in in_turns(steps, rounds).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(PLAIN))
+    parser.add_argument("--quick", action="store_true", help="small tables and two turns: to try the command")
+    chosen = parser.parse_args()
+    torch.set_num_threads(2)
+    keep_freed_memory()
+    [training] = (one for one in E2E if one.name == "d16_2k")
+    if chosen.quick:
+        training = Training(
+            traffic=small(training.traffic, max_rows=1000, max_batch=256), bottom_mlp=(8,), top_mlp=(8,)
+        )
+    for name in chosen.models:
+        rates = measure(name, training, 2 if chosen.quick else ROUNDS)
+        for dtype in ("float32", "bfloat16"):
+            if chosen.quick:
+                print(name, {who: round(rate) for who, rate in rates.items()})
+            else:
+                record("models", f"{name} {dtype}", "training", rates[dtype], "samples/s", peer="torch modules",
+                       peer_value=rates["torch"])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Cross networks: layers that multiply the inputs with a linear function of what came before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meseta.config.models.interactions import Activation, CrossKind
+from meseta.jagged.shapes import Float
+from meseta.models.initial import fill_normal
+from meseta.models.layers import BlankLinear, check_widths
+from meseta.ops.mlp import mlp
+from meseta.ops.sums import softmax
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossShape:
+    """What a cross network of DCN-V2 is made of."""
+
+    kind: CrossKind = "full"
+    """Matrices of full rank, of low rank, or a mixture of experts of low rank."""
+    num_layers: int = 3
+    low_rank: int = 64
+    """low_rank, mixture: rank of each matrix."""
+    num_experts: int = 4
+    """mixture: experts of a layer."""
+    activation: Activation = "tanh"
+    """mixture: g, between the matrices of an expert."""
+
+    def check(self, model: str) -> None:
+        """Raise MesetaError, naming `model`, unless all counts are at least 1."""
+        check_widths(model, "cross", [self.num_layers, self.low_rank, self.num_experts])
+
+
+def make_cross(num_inputs: int, shape: CrossShape) -> nn.Module:
+    """The network over `num_inputs` columns: [B, N] -> [B, N]. Its weights are to be set."""
+    if shape.kind == "full":
+        return FullCross(num_inputs, shape.num_layers)
+    if shape.kind == "low_rank":
+        return LowRankCross(num_inputs, shape.num_layers, shape.low_rank)
+    return MixtureCross(num_inputs, shape)
+
+
+class FullCross(nn.Module):
+    """Cross layers of DCN-V2 (arXiv 2008.13535, section 3, equation 1): x_{l+1} = x_0 * (W_l x_l + b_l) + x_l."""
+
+    def __init__(self, num_inputs: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BlankLinear(num_inputs, num_inputs) for _ in range(num_layers))
+
+    def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        x = x0
+        for layer in self.layers:
+            x = torch.addcmul(x, x0, layer(x))
+        return x
+
+
+class LowRankCross(nn.Module):
+    """Cross layers of low rank (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
+
+    def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
+
+    def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        x = x0
+        for down, up in zip(self.down, self.up, strict=True):
+            x = torch.addcmul(x, x0, up(down(x)))
+        return x
+
+
+class MixtureCross(nn.Module):
+    """Cross layers as mixtures of experts of low rank (arXiv 2008.13535, section 3, equations 3 and 4).
+
+        x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l          G = softmax of a linear function, of each layer its own
+        E_i(x) = x_0 * (U_i g(C_i g(V_i x)) + b)         b is one for all experts of a layer
+
+    Gates add up to 1, so that the U of all experts, side by side, are one matrix over gated g(C_i g(V_i x)).
+    """
+
+    def __init__(self, num_inputs: int, shape: CrossShape) -> None:
+        super().__init__()
+        layers, experts, rank = range(shape.num_layers), shape.num_experts, shape.low_rank
+        self.rank = rank
+        self.activate = ACTIVATIONS[shape.activation]
+        self.gates = nn.ModuleList(BlankLinear(num_inputs, experts, bias=False) for _ in layers)
+        self.down = nn.ModuleList(BlankLinear(num_inputs, experts * rank, bias=False) for _ in layers)
+        self.inner = nn.ParameterList(torch.empty(experts, rank, rank) for _ in layers)
+        self.up = nn.ModuleList(BlankLinear(experts * rank, num_inputs) for _ in layers)
+
+    def extra_repr(self) -> str:
+        """Shown with the module."""
+        return f"activation={self.activate.__name__}"
+
+    def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        x = x0
+        for gates, down, inner, up in zip(self.gates, self.down, self.inner, self.up, strict=True):
+            seen = self.activate(down(x)).split(self.rank, dim=1)
+            inside = [self.activate(mlp(v, [c], [None], relu_last=False)) for v, c in zip(seen, inner, strict=True)]
+            gated = torch.stack(inside, dim=1) * softmax(gates(x))[..., None]  # [B, experts, rank]
+            x = torch.addcmul(x, x0, up(gated.flatten(1)))
+        return x
+
+    def fill(self, seed: int, name: str) -> None:
+        """Initial weights of the matrices C, as `fill_linear` has those of layers; `name` is that of the network."""
+        for index, inner in enumerate(self.inner):
+            fill_normal(inner, math.sqrt(1.0 / self.rank), seed, f"{name}.inner.{index}")
+
+
+class GatedCross(nn.Module):
+    """Gated cross layers (arXiv 2311.04635, section 3.2): c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l."""
+
+    def __init__(self, num_inputs: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BlankLinear(num_inputs, num_inputs) for _ in range(num_layers))
+        self.gates = nn.ModuleList(BlankLinear(num_inputs, num_inputs, bias=False) for _ in range(num_layers))
+
+    def forward(self, c0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        c = c0
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            c = torch.addcmul(c, c0 * layer(c), torch.sigmoid(gate(c)))
+        return c

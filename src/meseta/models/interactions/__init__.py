@@ -1,0 +1,1 @@
+"""Models that lead published comparisons of interactions, and DHEN."""

@@ -1,0 +1,65 @@
+"""GDCN: cross layers whose outputs pass a gate, and an MLP (arXiv 2311.04635)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from meseta.config.models.interactions import GDCNConfig, Structure
+from meseta.models.base import ModelRequest
+from meseta.models.cross import GatedCross
+from meseta.models.interactions.stacking import CrossAndDeep
+from meseta.models.layers import MLPOptions, check_widths
+
+
+class GDCN(CrossAndDeep):
+    """Gated deep and cross network, arXiv 2311.04635, section 3.
+
+        c_0 = dense, e_1, ..., e_F side by side
+        c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l                   gated cross layers
+        logit = MLP(c_L), or w . (c_L, MLP(c_0)) + b                               GDCN-S and GDCN-P
+
+    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        cross_layers: int,
+        structure: Structure = "parallel",
+        deep_mlp: Sequence[int],
+        options: MLPOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+
+        `cross_layers` is the number of gated cross layers, `deep_mlp` are the hidden widths of the MLP, (400, 400, 400)
+        in the paper; `structure`, `options` and `seed` are those of `DCNv2`. Raises MesetaError for a width below 1, no
+        MLP to stand beside, or a feature without pooling.
+        """
+        check_widths("GDCN", "cross_layers", [cross_layers])
+        super().__init__(
+            embeddings,
+            num_dense=num_dense,
+            make_cross=lambda num_inputs: GatedCross(num_inputs, cross_layers),
+            structure=structure,
+            deep_mlp=deep_mlp,
+            options=options,
+            seed=seed,
+        )
+
+
+def make_gdcn(config: GDCNConfig, request: ModelRequest) -> GDCN:
+    """The model of a config."""
+    return GDCN(
+        request.embeddings,
+        num_dense=request.num_dense,
+        cross_layers=config.cross_layers,
+        structure=config.structure,
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

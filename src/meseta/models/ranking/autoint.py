@@ -1,0 +1,99 @@
+"""AutoInt: fields attend to each other in several layers (arXiv 1810.11921)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meseta.config.models.classic import AutoIntConfig
+from meseta.jagged.shapes import Float
+from meseta.models.attention import InteractingLayer
+from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.fields import Fields, equal_width
+from meseta.models.initial import fill_normal
+from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+
+
+class AutoInt(ScoringModel):
+    """AutoInt, arXiv 1810.11921, section 4; with hidden layers in `deep_mlp` AutoInt+ (section 5.5), an MLP beside it.
+
+        fields e_m: x_m v_m of dense inputs, pooled rows of features      section 4.3
+        interacting layers, one after the other                           section 4.4
+        logit = w . (fields side by side) + b [+ MLP(e_1, ..., e_M)]      section 4.5
+
+    Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at zero, vectors of dense inputs from
+    N(0, 0.1 squared). Attention is computed in the type of the embeddings.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        attention: Sequence[int] = (3, 2, 32),
+        deep_mlp: Sequence[int] = (),
+        options: MLPOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` of one width and `features`.
+
+        Args:
+            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, F * D].
+            num_dense: number of dense inputs.
+            attention: number of layers, heads of each, columns of each head.
+            deep_mlp: hidden widths of the MLP beside; empty: there is none.
+            options: of that MLP.
+            seed: key of the initial weights.
+
+        Raises MesetaError for tables of several widths, a feature without pooling, or a width below 1.
+        """
+        super().__init__(embeddings, num_dense)
+        check_widths("AutoInt", "deep_mlp", deep_mlp)
+        check_widths("AutoInt", "attention", attention)
+        width = equal_width("AutoInt", self.dims)
+        num_layers, num_heads, head_width = attention
+        self.fields = Fields(num_dense, len(self.dims), width, seed)
+        inputs = [width] + [num_heads * head_width] * num_layers
+        self.interacting = nn.ModuleList(InteractingLayer(n, num_heads, head_width) for n in inputs[:-1])
+        self.head = BlankLinear(self.fields.num_fields * inputs[-1], 1)
+        widths = [self.fields.num_fields * width, *deep_mlp, 1]
+        self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp") if deep_mlp else None
+        self._set_initial_weights(seed)
+
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+        """Their vectors."""
+        return cast(Tensor, self.fields(dense))
+
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """The sum above."""
+        fields = attended = torch.cat([x, pooled.view(pooled.shape[0], len(self.dims), self.fields.width)], dim=1)
+        for layer in self.interacting:
+            attended = layer(attended)
+        logits = self.head(attended.flatten(1)).squeeze(1)
+        return (
+            logits if self.deep_mlp is None else logits + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
+        )
+
+    @torch.no_grad()
+    def _set_initial_weights(self, seed: int) -> None:
+        for name, parameter in (*self.interacting.named_parameters(prefix="interacting"), ("head", self.head.weight)):
+            fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, name)
+        self.head.bias.zero_()
+        if self.deep_mlp is not None:
+            fill_glorot(self.deep_mlp, seed)
+
+
+def make_autoint(config: AutoIntConfig, request: ModelRequest) -> AutoInt:
+    """The model of a config."""
+    return AutoInt(
+        request.embeddings,
+        num_dense=request.num_dense,
+        attention=(config.attention_layers, config.attention_heads, config.attention_dim),
+        deep_mlp=config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

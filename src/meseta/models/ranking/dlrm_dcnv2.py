@@ -1,0 +1,112 @@
+"""DLRM-DCNv2: DLRM with low-rank cross layers in place of dot products, the model of MLPerf Training since v3.0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meseta.config.models.classic import DLRMDCNv2Config
+from meseta.jagged.shapes import Float
+from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.cross import LowRankCross
+from meseta.models.initial import fill_normal, fill_uniform
+from meseta.models.layers import MLP, MLPOptions, check_widths
+from meseta.spec import MesetaError
+
+
+class DLRMDCNv2(ScoringModel):
+    """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
+
+        dense [B, num_dense] -> bottom MLP -> x [B, D]
+        ids                  -> embeddings -> e [B, sum of D_f]
+        cross layers over x beside e  [B, D + sum of D_f]
+        top MLP              -> logits [B]
+
+    Without dense inputs there is no bottom MLP and no x.
+
+    Initial weights as in MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero, weights and
+    biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        cross: tuple[int, int] = (3, 512),
+        options: MLPOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
+
+        Args:
+            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
+            num_dense: number of dense inputs; 0: there is no bottom MLP.
+            bottom_mlp: widths of the bottom MLP's layers, for example (512, 256, 128). ReLU after each.
+            top_mlp: hidden widths of the top MLP, for example (1024, 1024, 512, 256); the layer with the one output
+                is added.
+            cross: number of cross layers, and rank of each one's matrix U V.
+            options: of the MLPs; cross layers compute in the type of their activations.
+            seed: key of the initial weights.
+
+        Raises MesetaError for a width below 1 or a feature without pooling.
+        """
+        super().__init__(embeddings, num_dense)
+        check_widths("DLRMDCNv2", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
+        check_widths("DLRMDCNv2", "cross", cross)
+        if not bottom_mlp:
+            raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
+        num_crossed = bottom_mlp[-1] * bool(num_dense) + self.pooled_width
+        self.bottom_mlp = (
+            MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp") if num_dense else None
+        )
+        self.cross = LowRankCross(num_crossed, *cross)
+        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
+        self._set_initial_weights(seed)
+
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+        """What the bottom MLP makes of them."""
+        return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+
+    @property
+    def reads_dense_alone(self) -> bool:
+        """Whether there is a bottom MLP."""
+        return self.bottom_mlp is not None
+
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """What the top MLP makes of the crossed inputs."""
+        return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
+
+    @torch.no_grad()
+    def _set_initial_weights(self, seed: int) -> None:
+        for part in ("bottom_mlp", "top_mlp")[self.bottom_mlp is None :]:
+            for index, layer in self.get_submodule(part).named_children():
+                if isinstance(layer, nn.Linear):
+                    bound = 1.0 / math.sqrt(max(layer.in_features, 1))
+                    fill_uniform(layer.weight, bound, seed, f"{part}.{index}.weight")
+                    if layer.bias is not None:
+                        fill_uniform(layer.bias, bound, seed, f"{part}.{index}.bias")
+        for name, parameter in self.cross.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            else:
+                fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, f"cross.{name}")
+
+
+def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelRequest) -> DLRMDCNv2:
+    """The model of a config."""
+    return DLRMDCNv2(
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*config.bottom_mlp, config.embedding_dim),
+        top_mlp=config.top_mlp,
+        cross=(config.cross_layers, config.cross_low_rank),
+        options=request.options,
+        seed=request.seed,
+    )

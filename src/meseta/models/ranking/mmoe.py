@@ -1,0 +1,107 @@
+"""MMoE: several tasks share experts, and each mixes them with a gate of its own (Ma et al., KDD 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meseta.config.models.classic import MMoEConfig
+from meseta.jagged.shapes import Float
+from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.initial import fill_normal
+from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.ops.sums import softmax
+from meseta.spec import MesetaError
+
+
+class MMoE(ScoringModel):
+    """Multi-gate mixture of experts, Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate
+    Mixture-of-Experts", KDD 2018, section 4.2, equations 6 to 8.
+
+        x = dense, e_1, ..., e_F side by side
+        f_i(x)                                     experts, each an MLP with ReLU after every layer
+        g_k(x) = softmax(W_k x)                    a gate per task
+        logit_k = tower_k(sum_i g_k(x)_i f_i(x))   an MLP per task
+
+    Logits are [B, T], or [B] for one task. Matrices with n inputs and m outputs start from N(0, 2 / (m + n)), biases at
+    zero.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        num_tasks: int,
+        experts: Sequence[Sequence[int]],
+        tower_mlp: Sequence[int],
+        options: MLPOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` and `features`; widths of tables may differ.
+
+        Args:
+            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
+            num_dense: number of dense inputs.
+            num_tasks: number of labels, T.
+            experts: widths of each expert's layers; all must end with the same width.
+            tower_mlp: hidden widths of each task's tower; the layer with the one output is added.
+            options: of all MLPs.
+            seed: key of the initial weights.
+
+        Raises MesetaError where there is no task or no expert, experts of several output widths or without layers, a
+        feature without pooling, or a width below 1.
+        """
+        super().__init__(embeddings, num_dense)
+        check_widths("MMoE", "num_tasks, number of experts and tower_mlp", [num_tasks, len(experts), *tower_mlp])
+        for widths in experts:
+            check_widths("MMoE", "experts", widths)
+            if not widths or widths[-1] != experts[0][-1]:
+                raise MesetaError(
+                    f"MMoE: experts have layers of {[list(w) for w in experts]} outputs; each needs at least one "
+                    "layer, and all must end with the same width"
+                )
+        num_inputs = num_dense + self.pooled_width
+        self.experts = nn.ModuleList(
+            MLP([num_inputs, *widths], relu_last=True, options=options, name=f"experts.{index}")
+            for index, widths in enumerate(experts)
+        )
+        self.gates = nn.ModuleList(BlankLinear(num_inputs, len(experts), bias=False) for _ in range(num_tasks))
+        widths = [experts[0][-1], *tower_mlp, 1]
+        self.towers = nn.ModuleList(
+            MLP(widths, relu_last=False, options=options, name=f"towers.{task}") for task in range(num_tasks)
+        )
+        self._set_initial_weights(seed)
+
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
+        """The logits above; gates in the type of the embeddings, MLPs in that of `options`."""
+        x = torch.cat([x, pooled], dim=1)
+        seen = torch.stack([expert(x, self.batch_slice) for expert in self.experts], dim=1)  # [B, experts, outputs]
+        logits = []
+        for gate, tower in zip(self.gates, self.towers, strict=True):
+            share = softmax(gate(x)).to(seen.dtype)
+            logits.append(tower((share[..., None] * seen).sum(dim=1), self.batch_slice))
+        return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
+
+    def _set_initial_weights(self, seed: int) -> None:
+        for part in self.modules():
+            if isinstance(part, MLP):
+                fill_glorot(part, seed)
+        for index, gate in enumerate(self.gates):
+            weight = gate.get_parameter("weight")
+            fill_normal(weight, (2.0 / sum(weight.shape)) ** 0.5, seed, f"gates.{index}.weight")
+
+
+def make_mmoe(config: MMoEConfig, request: ModelRequest) -> MMoE:
+    """The model of a config."""
+    return MMoE(
+        request.embeddings,
+        num_dense=request.num_dense,
+        num_tasks=request.num_tasks,
+        experts=(config.expert_mlp,) * config.num_experts,
+        tower_mlp=config.tower_mlp,
+        options=request.options,
+        seed=request.seed,
+    )

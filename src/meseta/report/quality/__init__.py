@@ -1,0 +1,1 @@
+"""What trainings of several configs over paired seeds say: figures, intervals, and the page of a suite."""

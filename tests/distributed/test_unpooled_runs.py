@@ -1,0 +1,68 @@
+"""Runs of a model that reads the rows of a feature by itself: they are those of the same model on pooled vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meseta.checkpoint import newest
+from meseta.comm import World
+from meseta.spec import MesetaError
+from meseta.train.outside.dense_export import export_dense
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from small_run import metrics, settings, train
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if line["kind"] == "train"]
+
+
+def document(tiny: Path, run: Path, cls: str, pooling: str, **changes: Any) -> dict[str, Any]:
+    tables = {name: {"pooling": pooling} for name in ("user", "city")}
+    model = {"name": f"own_models:{cls}", "embedding_dim": 4}
+    own = {"model": model, "embedding__tables": tables, "embedding__dtype": "float64"}
+    return settings(tiny, run, **own, train__max_steps=12, **changes)
+
+
+def predictions(run: Path, out: Path) -> list[str]:
+    trained = load_trained(run, "test", World.single())
+    write_predictions(trained.model, trained.reader, World.single(), out)
+    return out.read_text().splitlines()
+
+
+def test_rows_that_a_model_adds_itself_train_as_bags_do(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    pooled = train(document(tiny, tmp_path / "pooled", "Plain", "sum"))
+    rows = {"parts": {"train__accumulate_steps": 3}, "ahead": {"pipeline__overlap": "auto"}}
+    for name, changes in rows.items():
+        found = train(document(tiny, tmp_path / name, "AddsRows", "none", **changes))
+        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "pooled"), rtol=0, atol=1e-10)
+        assert found["test"]["logloss"] == pytest.approx(pooled["test"]["logloss"], abs=1e-9)
+    [two, _] = ranks(2).run(train, document(tiny, tmp_path / "two", "AddsRows", "none", train__accumulate_steps=2))
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "pooled"), rtol=0, atol=1e-10)
+    assert two["test"]["logloss"] == pytest.approx(pooled["test"]["logloss"], abs=1e-9)
+    told = [predictions(tmp_path / name, tmp_path / f"{name}.csv") for name in ("pooled", "two")]
+    numbers = [np.array([[float(cell) for cell in line.split(",")] for line in lines[1:]]) for lines in told]
+    np.testing.assert_allclose(*numbers, rtol=0, atol=1e-6)
+
+
+def test_what_knows_pooled_vectors_alone_refuses_them(tiny: Path, tmp_path: Path) -> None:
+    train(document(tiny, tmp_path / "run", "AddsRows", "none"))
+    path = newest(tmp_path / "run/checkpoints")
+    assert path is not None
+    with pytest.raises(MesetaError, match="export: AddsRows has reads_embeddings, and this knows pooled vectors alone"):
+        export_dense(path, tmp_path / "dense", "torch-export")
+    tags = {"embedding__tables": {"tags": {"pooling": "none"}}}
+    with pytest.raises(MesetaError, match=r"embedding\.tables\.tags\.pooling is 'none', but its ids have weights"):
+        train(settings(tiny, tmp_path / "weights", **tags))
+    for name in ("own_models:Plain", "dlrm"):
+        with pytest.raises(MesetaError, match="feature 'user' has pooling 'none', but the model needs one vector"):
+            train({**document(tiny, tmp_path / "other", "Plain", "none"), "model": {"name": name, "embedding_dim": 4}})

@@ -1,0 +1,251 @@
+"""The models that lead published comparisons: layer norm, what training does to hidden layers, threads, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meseta.comm import BatchSlice, World
+from meseta.config.models.interactions import Interaction
+from meseta.measure.threads import threads
+from meseta.models import MLPOptions
+from meseta.models.cross import CrossShape
+from meseta.models.global_layers import LayerNorm, keep_mask
+from meseta.models.interactions.dcnv2 import DCNv2
+from meseta.models.interactions.dhen import DHEN, DHENShape
+from meseta.models.interactions.final import FinalBlock, FinalNet, FinalShape
+from meseta.models.interactions.finalmlp import FinalMLP, StreamShape
+from meseta.models.interactions.gdcn import GDCN
+from meseta.models.interactions.masknet import MaskNet, MaskShape
+from meseta.models.interactions.wukong import Wukong, WukongShape
+from meseta.models.layers import HiddenLayers
+from meseta.spec import MesetaError
+from model_parts import OneRowEach, some_dense
+
+EVERY: tuple[Interaction, ...] = ("self_attention", "cross", "dot", "linear", "convolution")
+Maker = Callable[..., Any]
+MAKERS: dict[str, Maker] = {
+    "dcnv2 full": partial(DCNv2, cross=CrossShape(kind="full"), deep_mlp=(6, 5)),
+    "dcnv2 low_rank": partial(DCNv2, cross=CrossShape(kind="low_rank"), structure="parallel", deep_mlp=(6, 5)),
+    "dcnv2 mixture": partial(DCNv2, cross=CrossShape(kind="mixture", low_rank=3), deep_mlp=(6, 5)),
+    "gdcn": partial(GDCN, cross_layers=2, deep_mlp=(6, 5)),
+    "masknet serial": partial(MaskNet, shape=MaskShape(widths=(6, 5))),
+    "masknet parallel": partial(MaskNet, shape=MaskShape(structure="parallel", widths=(6, 5)), deep_mlp=(6, 5)),
+    "finalmlp": partial(FinalMLP, streams=(StreamShape(mlp=(6, 4)), StreamShape(mlp=(4,), context=("f0",)))),
+    "final": partial(FinalNet, shape=FinalShape(), blocks=((6, 4), (6,))),
+    "wukong": partial(Wukong, bottom_mlp=(6,), shape=WukongShape(fm_mlp=(6,)), top_mlp=(6, 5)),
+    "dhen": partial(DHEN, bottom_mlp=(6,), shape=DHENShape(interactions=dict.fromkeys(EVERY, 2)), top_mlp=(6, 5)),
+}
+EACH = pytest.mark.parametrize("name", MAKERS)
+
+
+def made(name: str, **changes: Any) -> Any:
+    return MAKERS[name](**{"embeddings": OneRowEach([4, 4, 4]), "num_dense": 3, **changes})
+
+
+def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if not n.startswith("embeddings.")}
+
+
+def scored(model: Any, size: int = 70) -> dict[str, Tensor]:
+    """Logits, and gradients of everything dense and of what was looked up."""
+    dtype = next(iter(dense_parameters(model).values())).dtype
+    generator = torch.Generator().manual_seed(1)
+    pooled = torch.randn(size, 12, generator=generator).to(dtype).requires_grad_()
+    model.zero_grad()
+    logits = model.score(some_dense(size, model.num_dense).to(dtype), pooled)
+    logits.square().mean().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if not n.startswith("embeddings.")}
+    return {"logits": logits.detach(), "pooled": pooled.grad, **found}
+
+
+# Layer norm
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (1,)])
+@pytest.mark.parametrize("size", [0, 1, 70])
+def test_layer_norm_is_that_of_torch(shape: tuple[int, ...], size: int) -> None:
+    layer = LayerNorm(*shape).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(size, *shape, dtype=torch.float64, requires_grad=True)
+    expected = functional.layer_norm(x, shape[-1:]) * layer.weight + layer.bias
+    cotangent = torch.randn_like(x)
+    leaves = [x, layer.weight, layer.bias]
+    wanted = torch.autograd.grad(expected, leaves, cotangent)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+    for mine, exact in zip(torch.autograd.grad(layer(x), leaves, cotangent), wanted, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=0, atol=1e-11)
+    assert layer.float()(x.detach().bfloat16()).dtype == torch.bfloat16
+
+
+# Hidden layers while training
+
+
+@pytest.mark.parametrize("residual", ["concat", "sum"])
+def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> None:
+    options = MLPOptions(dropout=0.5, batch_norm=True, seed=9)
+    block = FinalBlock(3, (6, 4), shape=FinalShape(residual=residual), options=options, name="blocks.0").double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    batch = BatchSlice(world=World.single(), step=4, sizes=(20,))
+    data = x = torch.randn(20, 3, dtype=torch.float64)
+    for index, (layer, norm) in enumerate(zip(block.layers, block.norms, strict=True)):
+        a, g = functional.linear(x, layer.weight, layer.bias).chunk(2, dim=1)
+        x = torch.cat([a, a * g], dim=1) if residual == "concat" else a + a * g
+        x = functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+        x = functional.relu(x) * keep_mask(0.5, 9, f"blocks.0.{index}", batch, x.shape[1]) * 2
+    expected = functional.linear(x, block.head.weight, block.head.bias)[:, 0]
+    torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
+
+
+def test_each_block_also_learns_what_both_say() -> None:
+    model = made("final").double()
+    assert model.loss_terms == ("first_block", "second_block") and not made("final", blocks=((6,),)).loss_terms
+    assert not made("final", shape=FinalShape(mutual_loss=False)).loss_terms
+    dense, pooled = some_dense(9, 3), torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    logits, terms = model.score_with_losses(dense, pooled, torch.zeros(9))
+    assert torch.equal(logits, model.score(dense, pooled)) and list(terms) == list(model.loss_terms)
+    p = logits.detach().sigmoid()
+    for said, term in zip(model.block_logits(model.of_dense(dense), pooled).T, terms.values(), strict=True):
+        q = said.sigmoid()
+        torch.testing.assert_close(term, -(p * q.log() + (1 - p) * (1 - q).log()), rtol=0, atol=1e-12)
+    of_both = torch.autograd.grad(sum(term.sum() for term in terms.values()), pooled, retain_graph=True)[0]
+    wanted = torch.zeros_like(pooled)  # the target has no gradient
+    for said in model.block_logits(model.of_dense(dense), pooled).T:
+        wanted = wanted + torch.autograd.grad(said, pooled, said.detach().sigmoid() - p, retain_graph=True)[0]
+    torch.testing.assert_close(of_both, wanted, rtol=0, atol=1e-12)
+
+
+def stacks(name: str) -> set[str]:
+    """Names under which hidden layers of a model draw their masks."""
+    model = made(name, options=MLPOptions(dropout=0.5))
+    hidden = (part for part in model.modules() if isinstance(part, HiddenLayers) and part.options.dropout)
+    return {f"{part.name}.{index}" for part in hidden for index in range(part.num_hidden)}
+
+
+def test_every_hidden_layer_has_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def watched(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Tensor:
+        drawn.append(layer)
+        return keep_mask(rate, seed, layer, batch, width)
+
+    monkeypatch.setattr("meseta.models.global_layers.keep_mask", watched)
+    for name in MAKERS:
+        drawn.clear()
+        model = made(name, options=MLPOptions(dropout=0.5))
+        model.embeddings.batch_slice = BatchSlice(world=World.single(), step=0, sizes=(5,))
+        first = scored(model, 5)
+        assert sorted(drawn) == sorted(stacks(name)) and len(set(drawn)) == len(drawn) >= 2, name
+        again = scored(model, 5)
+        assert all(torch.equal(first[key], again[key]) for key in first)
+        model.eval()
+        assert not torch.equal(scored(model, 5)["logits"], first["logits"])
+
+
+# Weights, types and threads
+
+
+@EACH
+def test_initial_weights_are_a_function_of_seed_and_name(name: str) -> None:
+    torch.manual_seed(1)
+    first = dense_parameters(made(name, seed=7))
+    torch.manual_seed(2)
+    second, other = dense_parameters(made(name, seed=7)), dense_parameters(made(name, seed=8))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    drawn = {key for key in first if first[key].std(correction=0) > 0}
+    assert len(drawn) >= 4 and all(not torch.equal(first[key], other[key]) for key in drawn)
+    matrices = {key for key, value in first.items() if value.dim() > 1 and "norm" not in key}
+    assert matrices - drawn <= {"field_gate.gates.linear.weight"}
+
+
+@EACH
+def test_bfloat16_and_float32_stay_close_to_float64(name: str) -> None:
+    exact = scored(made(name).double())
+    for dtype, smallest, largest in (("float32", 1e-9, 5e-6), ("bfloat16", 1e-4, 0.1)):
+        found = scored(made(name, options=MLPOptions(dtype=dtype)))
+        assert all(tensor.dtype == torch.float32 for tensor in found.values())
+        error = sum(float((found[key] - exact[key]).square().sum()) for key in exact) ** 0.5
+        whole = sum(float(tensor.square().sum()) for tensor in exact.values()) ** 0.5
+        assert smallest < error / whole < largest
+
+
+@EACH
+@pytest.mark.parametrize("size", [3, 700])
+def test_threads_change_no_bit(name: str, size: int) -> None:
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append(scored(made(name), size))
+    for other in results[1:]:
+        assert [key for key in other if not torch.equal(other[key], results[0][key])] == []
+
+
+@EACH
+def test_no_dense_inputs_and_no_samples(name: str) -> None:
+    bare = made(name, num_dense=0)
+    assert not [key for key in dense_parameters(bare) if key.startswith("bottom")]
+    assert scored(bare, 3)["logits"].isfinite().all()
+    found = made(name).score(torch.zeros(0, 3), torch.zeros(0, 12, requires_grad=True))
+    assert found.shape == (0,)
+    found.sum().backward()
+
+
+# Refusals
+
+
+def refused(make: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    for model in ("DCNv2", "GDCN"):
+        key = "dcnv2 full" if model == "DCNv2" else "gdcn"
+        refused(lambda k=key: made(k, structure="parallel", deep_mlp=()), f"{model}: deep_mlp is empty", "'stacked'")
+        refused(lambda k=key: made(k, deep_mlp=(0,)), "deep_mlp must be at least 1")
+    refused(lambda: made("dcnv2 full", cross=CrossShape(num_layers=0)), "DCNv2: widths in cross", "[0, 64, 4]")
+    refused(lambda: made("gdcn", cross_layers=0), "GDCN: widths in cross_layers")
+    refused(lambda: made("masknet serial", shape=MaskShape(widths=())), "MaskNet: blocks are empty")
+    refused(lambda: made("masknet serial", deep_mlp=(3,)), "deep_mlp [3] stands on parallel blocks alone")
+    for name, model in (("masknet serial", "MaskNet"), ("final", "FinalNet"), ("wukong", "Wukong"), ("dhen", "DHEN")):
+        refused(lambda n=name: made(n, embeddings=OneRowEach([4, 3])), f"{model}: feature 'f1'", "embedding_dim=4")
+
+
+def test_streams_that_do_not_fit_are_named() -> None:
+    def streams(**changes: Any) -> tuple[StreamShape, StreamShape]:
+        return StreamShape(mlp=(4,)), StreamShape(**{"mlp": (6, 4), **changes})
+
+    refused(lambda: made("finalmlp", streams=streams(mlp=())), "FinalMLP: stream 2 has no layer")
+    refused(
+        lambda: made("finalmlp", streams=streams(mlp=(6, 5)), num_heads=2), "last layer of stream 2 has 5", "2 heads"
+    )
+    refused(lambda: made("finalmlp", streams=streams(context=("g0",))), "no feature: 'g0'", "known are f0, f1, f2")
+    refused(lambda: made("final", blocks=((6, 5),)), "a layer of 5 outputs", "residual 'sum'")
+    refused(lambda: made("final", blocks=((6,), ())), "the layers of one block, or of two")
+    refused(lambda: made("final", blocks=((6,),) * 3), "the layers of one block, or of two")
+
+
+def test_interactions_that_do_not_meet_are_named() -> None:
+    def shape(**changes: Any) -> DHENShape:
+        return DHENShape(**changes)
+
+    for ensemble in ("sum", "weighted"):
+        uneven = shape(interactions={"dot": 8, "linear": 16}, ensemble=ensemble)
+        refused(lambda s=uneven: made("dhen", shape=s), f"ensemble '{ensemble}'", "'dot' 8, 'linear' 16", "'concat'")
+    odd = shape(interactions={"self_attention": 2}, num_heads=3)
+    refused(lambda: made("dhen", shape=odd), "'self_attention' has 3 heads", "width 4")
+    refused(lambda: made("dhen", shape=shape(interactions={"dot": 1})), "'dot' multiplies pairs", "reads one vector")
+    assert made("dhen", shape=shape(interactions={"dot": 1}, num_layers=1))
+    refused(lambda: made("dhen", shape=shape(interactions={})), "interactions are empty")
+    refused(lambda: made("dhen", shape=shape(interactions={"dot": 0})), "interactions, num_heads", "[2, 0, 2, 4]")

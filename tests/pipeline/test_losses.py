@@ -1,0 +1,128 @@
+"""What a model adds to the cross-entropy: the same gradients as torch's own, and refused where it is no sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.embedding import EmbeddingBagCollection
+from meseta.jagged import KeyedJaggedTensor
+from meseta.pipeline import Pipeline
+from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
+from own_models import TwoBlocks
+
+IDS = [[0, 4], [], [4], [1], [2, 2]]
+
+
+def made(labels: tuple[str, ...] = ("label",), cls: Any = TwoBlocks) -> Any:
+    sgd = OptimizerSpec(name="sgd", lr=0.5)
+    tables = [TableSpec(name="item", num_embeddings=5, embedding_dim=3, dtype="float64", optimizer=sgd)]
+    embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="seen", table="item")])
+    torch.manual_seed(3)
+    return cls(embeddings, num_dense=2, labels=labels, seed=0).double()
+
+
+def batch(num_tasks: int = 1, weight: list[float] | None = None) -> Batch:
+    torch.manual_seed(4)
+    label = (torch.rand(5, num_tasks) > 0.5).float()
+    return Batch(
+        dense=torch.rand(5, 2),
+        sparse=KeyedJaggedTensor.from_lists({"seen": IDS}),
+        label=label.squeeze(1) if num_tasks == 1 else label,
+        weight=None if weight is None else torch.tensor(weight),
+    )
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+@pytest.mark.parametrize("weight", [None, [0.5, 3.0, 0.0, 1.0, 2.0]])
+@pytest.mark.parametrize("task_weights", [None, [0.25, 3.0]])
+def test_gradients_are_those_of_the_whole_sum(
+    task_weights: list[float] | None, weight: list[float] | None, accumulate_steps: int
+) -> None:
+    num_tasks = 1 if task_weights is None else 2
+    model, data = made(("a", "b")[:num_tasks]), batch(num_tasks, weight)
+    table, dense = model.embeddings.shards[0].weight.clone().requires_grad_(), list(model.parameters())
+    pooled = torch.stack([table[ids].sum(0) for ids in IDS])
+    blocks = [functional.linear(torch.cat([data.dense.double(), pooled], 1), b.weight, b.bias) for b in model.blocks]
+    mean = (blocks[0] + blocks[1]) / 2
+
+    def of_sample(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = -(target * functional.logsigmoid(logits) + (1 - target) * functional.logsigmoid(-logits))
+        return (each * torch.tensor(task_weights or [1.0]).double()).sum(1)
+
+    w = torch.tensor(weight or [1.0] * 5).double()
+    label = data.label.double().view(5, num_tasks)
+    terms = [(w * of_sample(block, mean.detach().sigmoid())).sum() / w.sum() for block in blocks]
+    loss = (w * of_sample(mean, label)).sum() / w.sum() + terms[0] + terms[1]
+    gradients = torch.autograd.grad(loss, [*dense, table])
+    expected = [value.detach() - 0.5 * g for value, g in zip([*dense, table], gradients, strict=True)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = Pipeline(model, optimizer, World.single(), task_weights=task_weights, accumulate_steps=accumulate_steps)(
+        data, votes=(2.0,)
+    )
+    assert step.loss == pytest.approx(float(loss.detach()), rel=1e-12) and step.votes == (2.0,)
+    assert step.agreement.terms == pytest.approx({"first": terms[0].item(), "second": terms[1].item()}, rel=1e-12)
+    torch.testing.assert_close(step.logits.view(5, -1), mean.detach(), rtol=0, atol=1e-12)
+    for got, want in zip([*dense, model.embeddings.shards[0].weight], expected, strict=True):
+        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-12)
+
+
+class Alone(TwoBlocks):
+    """Squares in place of the cross-entropy, which has a term of its name."""
+
+    loss_terms = ("cross_entropy",)
+
+    def score_with_losses(self, dense: Any, pooled: Any, label: Any) -> Any:
+        logits = self.score(dense, pooled)
+        return logits, {"cross_entropy": (logits - label) ** 2}
+
+
+def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
+    model, data = made(cls=Alone), batch()
+    with torch.no_grad():
+        pooled = torch.stack([model.embeddings.shards[0].weight[ids].sum(0) for ids in IDS])
+        wanted = float(((model.score(data.dense, pooled) - data.label) ** 2).mean())
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), World.single())(data)
+    assert step.loss == pytest.approx(wanted, rel=1e-6) and step.agreement.terms == {"cross_entropy": step.loss}
+
+
+@pytest.mark.parametrize(
+    ("names", "terms", "message"),
+    [
+        (["first"], {}, r"Wrong.loss_terms is \['first'\]; give a tuple of names"),
+        (("a", "a"), {}, "loss_terms has a name twice: a, a"),
+        (("a",), {"b": torch.zeros(5)}, r"gave the terms \['b'\], but loss_terms are \['a'\]"),
+        (("a",), [torch.zeros(5)], "gave the terms list, but"),
+        (("a",), {"a": torch.zeros(())}, r"the term 'a' is \[\] for logits \[5\]; give one number for each sample"),
+    ],
+)
+def test_terms_that_are_not_those_of_the_model_are_refused(names: Any, terms: Any, message: str) -> None:
+    class Wrong(TwoBlocks):
+        loss_terms = names
+
+        def score_with_losses(self, dense: Any, pooled: Any, label: Any) -> Any:
+            return self.score(dense, pooled), terms
+
+    with pytest.raises(MesetaError, match=message):
+        Pipeline(model := made(cls=Wrong), torch.optim.SGD(model.parameters()), World.single())(batch())
+
+
+def test_names_without_the_method_are_refused() -> None:
+    model = made()
+    model.score_with_losses = None
+    with pytest.raises(MesetaError, match="TwoBlocks has loss_terms, but no method score_with_losses"):
+        Pipeline(model, torch.optim.SGD(model.parameters()), World.single())
+
+
+def test_samples_of_weight_0_change_nothing() -> None:
+    data, models = batch(weight=[1.0, 1.0, 1.0, 0.0, 0.0]), [made(), made()]
+    others = replace(data, dense=data.dense * torch.tensor([1.0, 1.0, 1.0, 7.0, 7.0])[:, None])
+    for model, of_model in zip(models, (data, others), strict=True):
+        Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())(of_model)
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

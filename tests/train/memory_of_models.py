@@ -1,0 +1,73 @@
+"""What training holds of models by /proc, and what is predicted of their shapes; to be started as a process of its own.
+
+    python memory_of_models.py NAME:BATCH_SIZE ...
+
+Each model reads 13 dense inputs and 26 features, as Criteo's log has them. Prints {name: [predicted, peak]} in bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meseta.comm import BatchSlice, World
+from meseta.config import ModelConfig
+from meseta.embedding import EmbeddingBagCollection
+from meseta.embedding.flight import Flight
+from meseta.models import make_model
+from meseta.ops.allocator import keep_freed_memory
+from meseta.spec import FeatureSpec, TableSpec
+from meseta.train.setup.outline import step_bytes
+
+NUM_DENSE, NUM_SPARSE, NUM_STEPS = 13, 26, 3
+
+
+def made(config: ModelConfig, device: str) -> Any:
+    names = [f"c{number}" for number in range(NUM_SPARSE)]
+    tables = [TableSpec(name=name, num_embeddings=10, embedding_dim=config.table_width()) for name in names]
+    collection = EmbeddingBagCollection(tables, [FeatureSpec(name=name, table=name) for name in names])
+    with torch.device(device):
+        return make_model(config, collection, NUM_DENSE, 0)
+
+
+def train(model: Any, batch_size: int) -> int:
+    """A few steps of the dense part; returns the bytes of its parameters."""
+    flight: Flight[Any] = Flight(batch_slice=BatchSlice(world=World.single(), step=0, sizes=(batch_size,)))
+    parameters = list(model.parameters())
+    for _ in range(NUM_STEPS):
+        pooled = torch.rand(batch_size, model.pooled_width, requires_grad=True)
+        with model.embeddings.in_hand(flight):
+            logits = model.score(torch.rand(batch_size, NUM_DENSE), pooled)
+        torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits))
+        del logits, pooled
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def held(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+def measure(name: str, batch_size: int) -> list[int]:
+    """(predicted, peak): activations, parameters and their gradients."""
+    config = ModelConfig(name=name)
+    train(made(config, "cpu"), 64)  # what comes into memory once
+    predicted = step_bytes(made(config, "meta"), batch_size, NUM_DENSE, on_heap=True)
+    ctypes.CDLL(None).malloc_trim(0)
+    before = held("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    parameter_bytes = train(made(config, "cpu"), batch_size)
+    return [predicted + 2 * parameter_bytes, held("VmHWM") - before]
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    torch.set_num_threads(2)
+    asked = (argument.split(":") for argument in sys.argv[1:])
+    print(json.dumps({name: measure(name, int(batch_size)) for name, batch_size in asked}))

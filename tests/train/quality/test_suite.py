@@ -1,0 +1,137 @@
+"""The file of a suite: what it may say, how many trials each config gets, and what is refused in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meseta.config.models import MODEL_NAMES
+from meseta.spec import MesetaError
+from meseta.train.quality.study import Study
+from meseta.train.quality.suite import Suite, load_suite
+from source_tree import ROOT
+
+BASE = {"model": {"name": "dlrm"}, "train": {"batch_size": 256}}
+WHOLE = {
+    "base": "base.yaml",
+    "worlds": [{"world": "pairs", "rows": 2000, "scale": 0.001}],
+    "configs": {"a": {}, "b": {"set": {"model.name": "fm"}}},
+    "tune": {"dense.optimizer.lr": "loguniform(1e-4, 1e-1)"},
+    "trials": 4,
+}
+
+
+def suite_of(folder: Path, **changes: Any) -> Suite:
+    """A suite as `load_suite` reads it; a change to None leaves a key out."""
+    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    document = {key: value for key, value in {**WHOLE, **changes}.items() if value is not None}
+    (folder / "suite.yaml").write_text(yaml.safe_dump(document))
+    return load_suite(folder / "suite.yaml")
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(MesetaError) as caught:
+        Study(suite_of(folder, **changes), "suite", folder / "out").open()
+    text = str(caught.value)
+    assert "\n" not in text and not (folder / "out").exists()
+    return text
+
+
+def test_every_config_gets_the_same_number_of_trials(tmp_path: Path) -> None:
+    lists = {"dense.optimizer.lr": [0.1, 0.2, 0.3], "model.top_mlp": [[8], [16]]}
+    suite = suite_of(tmp_path, configs={"a": {}, "b": {"tune": lists}, "c": {"tune": {"train.epochs": [1, 2]}}})
+    tried = {name: suite.settings(name) for name in suite.configs}
+    assert [len(settings) for settings in tried.values()] == [4, 4, 4]
+    assert [len({str(one) for one in settings}) for settings in tried.values()] == [4, 4, 4]
+    assert {str(one["model.top_mlp"]) for one in tried["b"]} <= {"[8]", "[16]"}
+    assert all(set(one) == {"dense.optimizer.lr", "train.epochs"} for one in tried["c"])
+    fewer = suite_of(tmp_path, trials=2, configs={"a": {}, "b": {"tune": lists}})
+    assert [fewer.settings(name) for name in "ab"] == [tried[name][:2] for name in "ab"]  # more trials extend fewer
+
+
+def test_what_a_config_sets_is_not_tuned(tmp_path: Path) -> None:
+    suite = suite_of(
+        tmp_path, configs={"a": {}, "b": {"set": {"dense.optimizer.lr": 1.0}, "tune": {"seedless": [1, 2, 3, 4]}}}
+    )
+    assert set(suite.tune_of("b")) == {"seedless"} and set(suite.tune_of("a")) == {"dense.optimizer.lr"}
+
+
+def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
+    suite = suite_of(tmp_path, first_seed=7, seeds=3)
+    assert [*suite.fresh_seeds] == [8, 9, 10]
+    study = Study(suite, "suite", tmp_path / "out")
+    study.open()
+    [entry] = study.suite.entries
+    assert {run.seed for run in study.tuning(entry).runs} == {7}
+    assert not any(run.reads_test for run in study.tuning(entry).runs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"worlds": [{"world": "pair"}]}, "key 'worlds.0.world': no world 'pair'; did you mean 'pairs'?"),
+        ({"worlds": [{"world": "pairs", "strength": 1.5}]}, "less than or equal to 1"),
+        ({"worlds": [{"world": "pairs", "strength": -0.1}]}, "greater than or equal to 0"),
+        ({"worlds": [{"world": "pairs", "strenght": 1}]}, "unknown key 'worlds.0.strenght'; did you mean 'strength'?"),
+        ({"worlds": [{"world": "pairs"}, {"world": "pairs", "rows": 5000}]}, "'pairs-S1' is there twice"),
+        ({"worlds": None}, "nothing to train on"),
+        ({"worlds": None, "datasets": [{"dir": "nowhere"}]}, "cannot read dataset.json"),
+        ({"configs": {"a": {}}}, "configs"),
+        ({"config": {}}, "unknown key 'config'; did you mean 'configs'?"),
+        ({"base": None}, "config 'a' has no 'base'"),
+        ({"reference": "c"}, "reference 'c' is no config; known are a, b"),
+        ({"tune": None}, "config 'a' has nothing to tune, but every config gets 4 trials"),
+        ({"trials": 0}, "config 'a' has keys to tune, but trials is 0"),
+        ({"tune": {"dense.optimizer.lr": [0.1, 0.2]}}, "config 'a': 'tune' has 2 combinations for 4 trials"),
+        ({"tune": {"dense.optimizer.lr": "0.1"}}, "neither a list nor a range"),
+        ({"set": {"seed": 3}}, "config 'a' has seed, which a suite sets itself"),
+        ({"set": {"data.dir": "x"}}, "config 'a' has data.dir, which a suite sets itself"),
+        ({"set": {"model.nam": "x"}}, "config 'a' (dense.optimizer.lr="),
+        ({"set": {"model.nam": "x"}}, "did you mean 'name'?"),
+        ({"tune": {"dense.optimizer.lr": [1, 2, 3, -4]}}, "greater than or equal to 0"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line_and_leaves_nothing(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    assert words in refused(tmp_path, **changes)
+
+
+def test_a_folder_is_taken_up_again_and_other_trainings_are_refused(tmp_path: Path) -> None:
+    def study(**changes: Any) -> Study:
+        return Study(suite_of(tmp_path, **changes), "suite", tmp_path / "out")
+
+    study().open()
+    study(seeds=9, trials=6).open()  # more of the same
+    study(configs={**WHOLE["configs"], "c": {}}).open()  # type: ignore[dict-item]
+    with pytest.raises(MesetaError, match="pairs-S1/a' holds what was trained otherwise; delete it"):
+        study(set={"train.batch_size": 128}).open()
+    with pytest.raises(MesetaError, match="pairs-S1' holds what was trained otherwise"):
+        study(worlds=[{"world": "pairs", "rows": 4000, "scale": 0.001}]).open()
+
+
+def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path: Path) -> None:
+    study = Study(suite_of(tmp_path), "suite", tmp_path / "out")
+    study.open()
+    [entry] = study.suite.entries
+    study.tuning(entry).missing()
+    other = Study(suite_of(tmp_path, tune={"dense.optimizer.lr": "uniform(1, 2)"}), "suite", tmp_path / "out")
+    with pytest.raises(MesetaError, match="holds what was trained otherwise"):
+        other.tuning(entry).missing()
+
+
+def test_the_suites_of_this_repository_stand_as_their_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs/quality.md").read_text()
+    told = dict(re.findall(r"^\| `(\w+)` \| .* \| (\d+) \|$", page, re.MULTILINE))
+    found = {}
+    for path in sorted((ROOT / "examples/quality").glob("*.yaml")):
+        study = Study(load_suite(path), path.stem, tmp_path / path.stem)
+        study.open()
+        found[path.stem] = str(study.num_runs)
+    assert found == told
+    names = " ".join(re.findall(r"model\.name: \W?([\w.:]+)", (ROOT / "examples/quality/models.yaml").read_text()))
+    assert set(MODEL_NAMES) - {"mmoe"} <= {"dlrm", *names.split()}  # which is for several labels
