@@ -1,9 +1,9 @@
-"""Clipping of dense gradients, with bits that do not depend on the number of threads."""
+"""Clipping of gradients, with bits that do not depend on the number of threads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -56,17 +56,21 @@ def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseClip:
-    """What limits the gradients of dense parameters; the value is applied before the norm."""
+    """What limits the gradients of dense parameters, and by one norm those of rows too; the value is applied before
+    the norm."""
 
     value: float | None = None
     """Every element is limited to -value..value."""
     norm: float | None = None
     """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
+    with_rows: bool = False
+    """Whether gradients of rows of tables are among them, each that of its row, summed over the batch."""
     over_parts: OverParts | None = None
     """Of gradients that are cut over ranks."""
 
-    def __call__(self, parameters: Iterable[Tensor]) -> None:
-        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for.
+    def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
+        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for. Returns
+        what they were multiplied by, which those of `rows`, that count in the norm, are to be as well.
 
         Gradients that are the same on all ranks stay so, and all ranks raise alike.
         """
@@ -76,12 +80,16 @@ class DenseClip:
             torch._foreach_clamp_min_(local, -self.value)
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
-            return
-        norm = global_norm(gradients, self.over_parts)
+            return 1.0
+        norm = global_norm([*gradients, *rows], self.over_parts)
         if not math.isfinite(norm):
+            whose, key = ("", "train") if self.with_rows else (" of the dense part", "dense")
             raise MesetaError(
-                "the gradients of the dense part are not finite, so that dense.clip_norm cannot scale them; "
+                f"the gradients{whose} are not finite, so that {key}.clip_norm cannot scale them; "
                 "lower the learning rates, or set dense.clip_value, which limits each element"
             )
-        if norm > self.norm:
-            torch._foreach_mul_(local, self.norm / (norm + GUARD))
+        if norm <= self.norm:
+            return 1.0
+        factor = self.norm / (norm + GUARD)
+        torch._foreach_mul_(local, factor)
+        return factor

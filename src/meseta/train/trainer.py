@@ -24,7 +24,6 @@ from meseta.data.read.batch_reader import Batches
 from meseta.data.read.selection import calibration_shift
 from meseta.machine.remote import Location
 from meseta.measure.step_threads import StepThreads
-from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, Step
 from meseta.pipeline.agreement import LateNonFiniteLoss
@@ -46,12 +45,14 @@ from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
 from meseta.train.setup.build import (
     count_steps,
+    make_clip,
     make_reader,
     place_model,
     plan_model,
     set_learning_rates,
     task_weights,
 )
+from meseta.train.setup.planning import check_clip
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.setup.source import source_of
 from meseta.train.state import (
@@ -121,13 +122,14 @@ class Trainer:
     def _make_parts(self, with_test: bool) -> None:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
+        check_clip(config, world.size)
         planner, plan = plan_model(config, self.dataset, world)
         self._predicted = planner.predict(plan)
         self.model = place_model(planner, plan, world)
         over_parts = sum_over_parts(self.model.parameters(), world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
-        clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
+        clip = make_clip(config, over_parts)
         self.overlap = planner.overlap
         self.pipeline = Pipeline(
             self.model,
