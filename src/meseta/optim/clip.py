@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,15 +42,26 @@ def global_norm(tensors: Iterable[Tensor], over_parts: OverParts | None = None) 
     return math.sqrt(square)
 
 
+def norm_of_rows(matrices: Iterable[Tensor]) -> float:
+    """That of all numbers of the matrices together, whatever the order of their rows."""
+    return math.sqrt(_add_squares(matrices))
+
+
 def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    def chunks() -> Iterator[Tensor]:
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            whole = flat.numel() // CHUNK * CHUNK
+            yield from (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1))
+
+    return _add_squares(chunks())
+
+
+def _add_squares(matrices: Iterable[Tensor]) -> float:
     """NaN where a number is not finite."""
     squares: list[float] = []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        whole = flat.numel() // CHUNK * CHUNK
-        for part in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
-            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
-            squares += norms.square().tolist()
+    for matrix in matrices:
+        squares += torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square().tolist()
     return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
 
@@ -76,12 +87,12 @@ class DenseClip:
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         local = [local_part(gradient) for gradient in gradients]
-        if self.value is not None:
+        if self.value is not None and local:
             torch._foreach_clamp_min_(local, -self.value)
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
             return 1.0
-        norm = global_norm([*gradients, *rows], self.over_parts)
+        norm = math.hypot(global_norm(gradients, self.over_parts), norm_of_rows(rows))
         if not math.isfinite(norm):
             whose, key = ("", "train") if self.with_rows else (" of the dense part", "dense")
             raise MesetaError(
@@ -91,5 +102,6 @@ class DenseClip:
         if norm <= self.norm:
             return 1.0
         factor = self.norm / (norm + GUARD)
-        torch._foreach_mul_(local, factor)
+        if local:
+            torch._foreach_mul_(local, factor)
         return factor
