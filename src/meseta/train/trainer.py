@@ -52,7 +52,6 @@ from meseta.train.setup.build import (
     set_learning_rates,
     task_weights,
 )
-from meseta.train.setup.planning import check_clip
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.setup.source import source_of
 from meseta.train.state import (
@@ -122,14 +121,13 @@ class Trainer:
     def _make_parts(self, with_test: bool) -> None:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
-        check_clip(config, world.size)
         planner, plan = plan_model(config, self.dataset, world)
         self._predicted = planner.predict(plan)
         self.model = place_model(planner, plan, world)
         over_parts = sum_over_parts(self.model.parameters(), world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
-        clip = make_clip(config, over_parts)
+        clip = make_clip(config, world, over_parts)
         self.overlap = planner.overlap
         self.pipeline = Pipeline(
             self.model,

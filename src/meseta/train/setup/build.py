@@ -19,7 +19,7 @@ from meseta.optim.clip import DenseClip, OverParts
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
 from meseta.train.setup.outline import make_dense_part, make_outline
-from meseta.train.setup.planning import RunPlanner
+from meseta.train.setup.planning import RunPlanner, check_clip
 from meseta.train.setup.source import source_of
 from meseta.train.setup.specs import make_specs
 
@@ -70,8 +70,10 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     return planner, plan
 
 
-def make_clip(config: RunConfig, over_parts: OverParts | None) -> DenseClip:
-    """What limits the gradients of a run; `over_parts` adds over ranks, of dense parameters that are cut."""
+def make_clip(config: RunConfig, world: World, over_parts: OverParts | None) -> DenseClip:
+    """What limits the gradients of a run; `over_parts` adds over ranks, of dense parameters that are cut. Raises
+    MesetaError, on all ranks, as `check_clip` does."""
+    check_clip(config, world.size)
     dense, norm = config.dense, config.train.clip_norm
     if norm is None:
         return DenseClip(value=dense.clip_value, norm=dense.clip_norm, over_parts=over_parts)

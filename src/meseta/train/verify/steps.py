@@ -31,7 +31,6 @@ from meseta.train.setup.build import (
     set_learning_rates,
     task_weights,
 )
-from meseta.train.setup.planning import check_clip
 from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import check_encoding, open_dataset
 
@@ -120,8 +119,7 @@ def _training(
     """A step as `meseta train` takes it."""
     over_parts = sum_over_parts(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
-    check_clip(config, world.size)
-    clip = make_clip(config, over_parts)
+    clip = make_clip(config, world, over_parts)
     parts = config.train.accumulate_steps
     train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
 
