@@ -114,6 +114,14 @@ def bits_of_doubles(place: Place) -> list[Any]:
     return place.train("checkpoint.bits=auto", "embedding.dtype=float64")
 
 
+def two_norms(place: Place) -> list[Any]:
+    return place.train("train.clip_norm=1", "dense.clip_norm=1")
+
+
+def pattern_of_no_parameter(place: Place) -> list[Any]:
+    return place.train("dense.init={top_mlp.0.wight: {scale: 0.1}}")
+
+
 def no_yaml(place: Place) -> list[Any]:
     command = place.train()
     command[1].write_text("run_dir: [")
@@ -356,7 +364,7 @@ def limit_without_a_disk(place: Place) -> list[Any]:
 
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet)
-TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles)
+TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles, two_norms, pattern_of_no_parameter)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
 TRAINING += (no_keys, keys_that_are_not_there)

@@ -175,8 +175,8 @@ def test_every_key_is_documented() -> None:
     ["embedding.clip_norm", "embedding.clip_grad_norm", "embedding.tables.user.max_grad_norm", "train.clip_grad_norm",
      "train.gradient_clip", "clip_norm"],
 )  # fmt: skip
-def test_a_norm_over_whole_tables_is_refused_with_the_reason(write: Any, key: str) -> None:
-    refused(write(SMALL), [f"{key}=1.0"], f"unknown key '{key}'", "never exist", "embedding.optimizer.clip_norm")
+def test_who_asks_for_clipping_elsewhere_is_told_the_keys(write: Any, key: str) -> None:
+    refused(write(SMALL), [f"{key}=1.0"], f"unknown key '{key}'", "train.clip_norm", "embedding.optimizer.clip_norm")
 
 
 def test_where_gradients_are_clipped_instead(write: Any) -> None:
@@ -185,6 +185,9 @@ def test_where_gradients_are_clipped_instead(write: Any) -> None:
     refused(path, ["dense.max_grad_norm=1.0"], "set dense.clip_norm")
     refused(path, ["dense.clip_norm=0"], "dense.clip_norm", "greater than 0")
     refused(path, ["embedding.optimizer.clip_normm=1.0"], "did you mean 'clip_norm'")
+    refused(path, ["train.clip_norm=0"], "train.clip_norm", "greater than 0")
+    both = "train.clip_norm and dense.clip_norm: the norm of one holds the gradients of the other; leave one out"
+    refused(path, ["train.clip_norm=1", "dense.clip_norm=1"], both)
     config = load_config(path, ["dense.clip_norm=2", "dense.clip_value=1", "embedding.optimizer.clip_norm=3"])
     assert (config.dense.clip_norm, config.dense.clip_value, config.embedding.optimizer.clip_norm) == (2, 1, 3)
 

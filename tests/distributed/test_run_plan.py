@@ -53,6 +53,28 @@ def planned(config: RunConfig) -> Planned:
     return find_run_plan(config, Topology.load(files.topology), cost_model, rules)
 
 
+def refusal(document: dict[str, Any]) -> str:
+    """Why it cannot be trained; run on every rank."""
+    with pytest.raises(MesetaError) as refused:
+        train(document)
+    return str(refused.value)
+
+
+def test_a_norm_that_no_rank_knows_is_refused_by_plan_and_run(
+    ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "machines.yaml").write_text(yaml.safe_dump(FILES["topology"]))
+    document = settings(tiny, tmp_path / "run", train__clip_norm=1.0, planner__topology=str(tmp_path / "machines.yaml"))
+    said = (
+        "config: train.clip_norm is one norm over layers and tables, which one process knows, but this run has 2 "
+        "ranks; run it with --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
+    )
+    assert ranks(2).run(refusal, document) == [said, said]
+    with pytest.raises(MesetaError) as refused:
+        planned(RunConfig.model_validate(document))
+    assert str(refused.value) == said
+
+
 @pytest.mark.parametrize("name", sample(CASES, 10, seed=0))
 def test_a_run_makes_the_plan_that_was_shown(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meseta.spec import MesetaError
@@ -44,6 +45,19 @@ def test_clipping_and_task_weights_change_a_run(tiny: Path, tmp_path: Path) -> N
         train(settings(tiny, tmp_path / "none", train__task_weights={"labels": 1.0}))
     with pytest.raises(MesetaError, match="are 0 for all labels"):
         train(settings(tiny, tmp_path / "none", train__task_weights={"label": 0.0}))
+
+
+def test_one_norm_of_layers_and_tables(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than any norm changes nothing but bits; a small one does; the run that goes on tells of a change."""
+    few = {"train__max_steps": 4, "embedding__dtype": "float64"}
+    for name, norm in (("plain", None), ("large", 1e9), ("small", 1e-3)):
+        train(settings(tiny, tmp_path / name, **few, train__clip_norm=norm))
+    plain, large, small = (figures(tmp_path / name) for name in ("plain", "large", "small"))
+    assert np.ravel(large) == pytest.approx(np.ravel(plain), rel=1e-12)
+    assert np.ravel(small) != pytest.approx(np.ravel(plain), rel=1e-4)
+    capsys.readouterr()
+    train(settings(tiny, tmp_path / "small", **{**few, "train__max_steps": 6}, train__clip_norm=None))
+    assert "train.clip_norm was 0.001, is None" in capsys.readouterr().err
 
 
 def test_regularization_of_rows(tiny: Path, tmp_path: Path) -> None:

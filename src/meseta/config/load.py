@@ -127,7 +127,7 @@ def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> 
             if location[0] == "dense":
                 return f"unknown key {key!r}; set dense.clip_norm (of all gradients together) or dense.clip_value"
             if location[-2:-1] != ["optimizer"]:
-                return f"unknown key {key!r}; {NO_NORM_OF_TABLES}"
+                return f"unknown key {key!r}; {WAYS_TO_CLIP}"
         known = _keys_beside(error["loc"][:-1], form, document)
         return f"unknown key {key!r}; {nearest(location[-1], known)}"
     if error["type"] == "missing":
@@ -144,10 +144,9 @@ def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> 
     return f"key {key!r}: {message}, got {error['input']!r}"
 
 
-NO_NORM_OF_TABLES = (
-    "gradients are not clipped by one norm over whole tables, since those gradients never exist: each row takes its "
-    "step inside the backward pass; set embedding.optimizer.clip_norm (of a row) or clip_value (of an element), and "
-    "dense.clip_norm or dense.clip_value for all that is not a table"
+WAYS_TO_CLIP = (
+    "set train.clip_norm (one norm of layers and tables, in one process); or embedding.optimizer.clip_norm (of a row) "
+    "or clip_value (of an element), and dense.clip_norm or dense.clip_value for all that is not a table"
 )
 
 

@@ -188,6 +188,10 @@ class EarlyStoppingConfig(Section):
 class TrainConfig(Section):
     batch_size: Count = 2048
     """Samples of a global batch, over all ranks."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """The gradients of layers and tables together, each row's summed over the batch, are scaled to this norm where
+    theirs is larger, as torch's clip_grad_norm_ does; in one process, and not beside dense.clip_norm. Limits of the row
+    optimizers come after it. None: no limit."""
     accumulate_steps: Count = 1
     """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
@@ -478,6 +482,9 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
             self.train.need_evaluations("schedule.kind 'plateau'")
+        if self.train.clip_norm is not None and self.dense.clip_norm is not None:
+            raise ValueError("train.clip_norm and dense.clip_norm: the norm of one holds the gradients of the other; "
+                             "leave one out")  # fmt: skip
         if self.data.last_batch == "pad" and getattr(self.model, "batch_norm", False):
             raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
                              "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip

@@ -13,15 +13,17 @@ from torch import Tensor
 from meseta.comm import Totals, World
 from meseta.embedding.accumulate import GradientSegment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
+from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.feature_group import FeatureGroup
-from meseta.embedding.flight import Flight, RanOut
-from meseta.embedding.update import group_shards, step_shards
+from meseta.embedding.flight import Clip, Flight, RanOut
+from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
 from meseta.embedding.wire import GradientDraw, Wire, gradient_exponent
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
+from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -315,6 +317,20 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         with flight.stage_timer("table_update"):
             whole, moved = join_passes([kept() for kept in self._kept])
             self._forget_rows()
-            for fused in self._fused:
+            if flight.clip is not None:
+                self._update_clipped(flight, flight.clip, whole, moved)
+            for fused in self._fused if flight.clip is None else ():
                 step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
         self.step += 1
+
+    def _update_clipped(self, flight: Flight[CheckedIds], clip: Clip, whole: OwnedIds, moved: Sequence[Tensor]) -> None:
+        """The same by gradients that are added up first, since `clip` takes their norm over all rows."""
+        assert flight.lease is not None
+        places = [at for at in self._gradients if self.shards[at.table].spec.optimizer.name != "frozen"]
+        sums = sum_gradients(self.shards, flight.lease.rows, places, whole, moved)
+        is_refused = flight.found_inf is not None and bool(flight.found_inf.item())  # no row moves, as is told later
+        factor = 1.0 if is_refused else clip([own.gradient for own in sums.values()])
+        used, rows = [self.shards[i] for i in sums], [flight.lease.rows[i] for i in sums]
+        hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
+        scaled = [own if factor == 1.0 else replace(own, gradient=own.gradient * factor) for own in sums.values()]
+        update_rows(used, rows, scaled, hypers, found_inf=flight.found_inf)

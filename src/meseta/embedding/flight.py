@@ -20,6 +20,8 @@ from meseta.storage import Lease
 FlightStage = Literal["started", "exchanged", "looked up", "finished", "used", "dropped"]
 Timer = Callable[[StageName], AbstractContextManager[None]]
 """Called with the name of a stage of a step, and entered while it lasts."""
+Clip = Callable[[Sequence[Tensor]], float]
+"""Takes the gradients [U, D] of all rows of a step, and returns what they are to be multiplied by."""
 AFTER: dict[FlightStage, str] = {
     "started": "exchange it next",
     "exchanged": "finish it next",
@@ -119,6 +121,8 @@ class Flight(Generic[GroupPart]):
     """Called by `finish` while its rows and bags are on their way."""
     before_update: Callable[[], object] = at_once
     """Called on several ranks when all gradients are there, before the first row moves; none does where it raises."""
+    clip: Clip | None = None
+    """Called in one process before the first row moves; None: gradients are taken as they are."""
     found_inf: Float[Tensor, ""] | None = None
     """On the device of the rows, float32: no row moves where it is not 0, and the host need not know. None: all
     move."""

@@ -19,16 +19,7 @@ from meseta.embedding.flight import Flight, RanOut, Timer
 from meseta.embedding.gradients import SentGradients, gather_column_stats
 from meseta.embedding.replicas import Replicas
 from meseta.embedding.sharded_lookup import Answers, ShardedLookup
-from meseta.embedding.update import (
-    Contribution,
-    all_lookups,
-    every_row,
-    group_shards,
-    samples_of,
-    step_shards,
-    sum_contributions,
-    update_rows,
-)
+from meseta.embedding.update import group_shards, step_shards, sum_gradients, update_rows
 from meseta.embedding.wire import gradient_exponent
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
@@ -374,30 +365,10 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         if not self.num_stat_exchanges:
             return
         assert flight.lease is not None
-        num_samples = owned.bags.num_samples
-        ids = owned.ids()
-        samples = samples_of(
-            ids, owned.lengths.split(num_samples) if num_samples else [owned.lengths] * len(ids), num_samples
-        )
-        parts: dict[int, list[Contribution]] = {}
-        for at in self._gradients:
-            if at.table in self._staged:
-                width, k = self.shards[at.table].shard.num_columns, at.position
-                source = torch.arange(ids[k].numel(), device=ids[k].device) if at.per_id else samples[k]
-                scale = (
-                    owned.bags.weights.split(owned.sizes)[k] if at.weighted and owned.bags.weights is not None else None
-                )
-                gradient = gradients[at.gradient][:, at.column : at.column + width]
-                parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
-        for index, own in parts.items():
-            if self.shards[index].spec.optimizer.stepped_rows == "all":
-                own.append(every_row(self.shards[index]))
-            if self.shards[index].spec.optimizer.stepped_rows == "looked_up":
-                own.append(all_lookups(self.shards[index], flight.lease.rows[index], own))
-        used = [self.shards[i] for i in sorted(parts)]
-        sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
-        specs = [shard.spec for shard in used]
-        hypers = [Hyper(self.lr(flight, table), self.step + 1, table.embedding_dim) for table in specs]
+        places = [at for at in self._gradients if at.table in self._staged]
+        sums = sum_gradients(self.shards, flight.lease.rows, places, owned, gradients)
+        used = [self.shards[i] for i in sums]
+        hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
-        rows = [flight.lease.rows[i] for i in sorted(parts)]
-        update_rows(used, rows, sums, hypers, gather, self.num_stat_exchanges, flight.found_inf)
+        rows = [flight.lease.rows[i] for i in sums]
+        update_rows(used, rows, list(sums.values()), hypers, gather, self.num_stat_exchanges, flight.found_inf)

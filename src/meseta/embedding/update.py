@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meseta.embedding.exchange import OwnedIds
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.device_words import device_words
@@ -200,6 +201,33 @@ def sum_contributions(shard: TableStorage, parts: Sequence[Contribution], num_sa
         scale = torch.cat(ones)
     gradient = torch.cat([part.gradient for part in parts])
     return RowGradient(*coalesce(torch.cat(ids), torch.cat(sources), torch.cat(blocks), gradient, scale))
+
+
+def sum_gradients(
+    shards: Sequence[TableStorage],
+    rows: Sequence[TableRows],
+    places: Sequence[FeatureGradient],
+    owned: OwnedIds,
+    gradients: Sequence[Tensor],
+) -> dict[int, RowGradient]:
+    """What each row gets, of the shards that `places` name by index, with what their optimizers ask for beside: every
+    row, or the penalties of lookups. `rows` are those that each shard has lent."""
+    num_samples, ids = owned.bags.num_samples, owned.ids()
+    lengths = owned.lengths.split(num_samples) if num_samples else [owned.lengths] * len(ids)
+    samples, weights = samples_of(ids, lengths, num_samples), owned.bags.weights
+    parts: dict[int, list[Contribution]] = {}
+    for at in places:
+        width, k = shards[at.table].shard.num_columns, at.position
+        source = torch.arange(ids[k].numel(), device=ids[k].device) if at.per_id else samples[k]
+        scale = weights.split(owned.sizes)[k] if at.weighted and weights is not None else None
+        gradient = gradients[at.gradient][:, at.column : at.column + width]
+        parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
+    for index, own in parts.items():
+        if shards[index].spec.optimizer.stepped_rows == "all":
+            own.append(every_row(shards[index]))
+        elif shards[index].spec.optimizer.stepped_rows == "looked_up":
+            own.append(all_lookups(shards[index], rows[index], own))
+    return {index: sum_contributions(shards[index], parts[index], num_samples) for index in sorted(parts)}
 
 
 def update_rows(

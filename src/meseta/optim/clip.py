@@ -1,9 +1,9 @@
-"""Clipping of dense gradients, with bits that do not depend on the number of threads."""
+"""Clipping of gradients, with bits that do not depend on the number of threads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,46 +42,66 @@ def global_norm(tensors: Iterable[Tensor], over_parts: OverParts | None = None) 
     return math.sqrt(square)
 
 
+def norm_of_rows(matrices: Iterable[Tensor]) -> float:
+    """That of all numbers of the matrices together, whatever the order of their rows."""
+    return math.sqrt(_add_squares(matrices))
+
+
 def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    def chunks() -> Iterator[Tensor]:
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            whole = flat.numel() // CHUNK * CHUNK
+            yield from (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1))
+
+    return _add_squares(chunks())
+
+
+def _add_squares(matrices: Iterable[Tensor]) -> float:
     """NaN where a number is not finite."""
     squares: list[float] = []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        whole = flat.numel() // CHUNK * CHUNK
-        for part in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
-            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
-            squares += norms.square().tolist()
+    for matrix in matrices:
+        squares += torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square().tolist()
     return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseClip:
-    """What limits the gradients of dense parameters; the value is applied before the norm."""
+    """What limits the gradients of dense parameters, and by one norm those of rows too; the value is applied before
+    the norm."""
 
     value: float | None = None
     """Every element is limited to -value..value."""
     norm: float | None = None
     """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
+    with_rows: bool = False
+    """Whether gradients of rows of tables are among them, each that of its row, summed over the batch."""
     over_parts: OverParts | None = None
     """Of gradients that are cut over ranks."""
 
-    def __call__(self, parameters: Iterable[Tensor]) -> None:
-        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for.
+    def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
+        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for. Returns
+        what they were multiplied by, which those of `rows`, that count in the norm, are to be as well.
 
         Gradients that are the same on all ranks stay so, and all ranks raise alike.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         local = [local_part(gradient) for gradient in gradients]
-        if self.value is not None:
+        if self.value is not None and local:
             torch._foreach_clamp_min_(local, -self.value)
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
-            return
-        norm = global_norm(gradients, self.over_parts)
+            return 1.0
+        norm = math.hypot(global_norm(gradients, self.over_parts), norm_of_rows(rows))
         if not math.isfinite(norm):
+            whose, key = ("", "train") if self.with_rows else (" of the dense part", "dense")
             raise MesetaError(
-                "the gradients of the dense part are not finite, so that dense.clip_norm cannot scale them; "
+                f"the gradients{whose} are not finite, so that {key}.clip_norm cannot scale them; "
                 "lower the learning rates, or set dense.clip_value, which limits each element"
             )
-        if norm > self.norm:
-            torch._foreach_mul_(local, self.norm / (norm + GUARD))
+        if norm <= self.norm:
+            return 1.0
+        factor = self.norm / (norm + GUARD)
+        if local:
+            torch._foreach_mul_(local, factor)
+        return factor

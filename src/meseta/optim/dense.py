@@ -44,6 +44,11 @@ def make_dense_optimizer(
     return Lamb(groups, over_parts=over_parts, **common)
 
 
+def dense_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that it steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
     """Step, but where `found_inf`, one float32 beside the parameters, is 1 and not 0: there parameters, moments and
     counts of steps keep their bits. No wait for the device.
@@ -54,7 +59,7 @@ def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable
     torch's fused forms read such a number themselves, as torch.amp.GradScaler gives it. Of others, which step
     all the same, everything is copied before, and put back by the device.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = dense_parameters(optimizer)
     fresh = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
 
     def forget_fresh() -> None:

@@ -20,7 +20,7 @@ from meseta.jagged.shapes import Float
 from meseta.models.base import before_of, readable
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
-from meseta.optim.dense import step_unless
+from meseta.optim.dense import dense_parameters, step_unless
 from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, totals_of
 from meseta.pipeline.carried import Carried
 from meseta.pipeline.losses import BatchLosses
@@ -215,8 +215,7 @@ class Pipeline:
         self._hear()
 
     def _hear(self) -> None:
-        """What all ranks agreed on in the step before, whose update has begun; where its loss is no number, raises, and
-        all is as it was before that step."""
+        """What all ranks agreed on in the step before; where its loss is no number, raises, and all is as before it."""
         unheard, self._unheard = self._unheard, None
         if unheard is None:
             return
@@ -235,10 +234,10 @@ class Pipeline:
         with self.times.stage("update"):
             if self._dense is not None:
                 self._dense.finish()
-            if self.clip is not None:
+            if self.clip is not None and not self.clip.with_rows:  # else it was called in the backward pass
                 if self.clip.norm is not None:  # which the host reads, and refuses where it is no number
                     self._hear()
-                self.clip(p for group in self.optimizer.param_groups for p in group["params"])
+                self.clip(dense_parameters(self.optimizer))
             if self._unheard is None:
                 self.optimizer.step()
             else:
@@ -489,6 +488,8 @@ class Pipeline:
                 self.optimizer.zero_grad(set_to_none=True)
             # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by the sum of
             # weights in the end. Without weights the divisor is the local batch size, to the bit.
+            if self.clip is not None and self.clip.with_rows:  # at the end of the pass, when all gradients are there
+                flight.overlaps, flight.clip = True, partial(self.clip, dense_parameters(self.optimizer))
             divisor = part.on_device.batch_size * weight / max(num_samples, 1)
             (summed / (divisor or 1.0)).backward()
 

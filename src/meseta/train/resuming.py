@@ -32,13 +32,14 @@ _LEARNING = (
     "dense.schedule",
     "dense.clip_value",
     "dense.clip_norm",
+    "train.clip_norm",
     "embedding.schedule",
     "pipeline.stale",
 )
 """Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
 holds, wherever it is written."""
 _HOW = ("embedding", "dense", "schedule", "pipeline")
-"""Sections that these keys are in."""
+"""Sections that these keys are in, but for that of train, which says how long as well."""
 _SHOWN = 4
 """Changes, and tables of one, that a message lists."""
 
@@ -163,7 +164,10 @@ def meet_changes(
     print(f"note: run_dir {str(run.path)!r} {over.why}: its weights, figures and config are kept, and nothing learns "
           f"by what is new ({changes}); choose another run_dir, or begin this one anew with --force, to train so from "
           f"the start, or raise {over.key} to go on so from there", file=sys.stderr)  # fmt: skip
-    return config.model_copy(update={name: getattr(before, name) for name in _HOW} if before else {})
+    if before is None:
+        return config
+    train = config.train.model_copy(update={"clip_norm": before.train.clip_norm})
+    return config.model_copy(update={"train": train, **{name: getattr(before, name) for name in _HOW}})
 
 
 def meet_layout(run: RunDir, plan: Plan) -> None:

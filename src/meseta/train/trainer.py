@@ -24,7 +24,6 @@ from meseta.data.read.batch_reader import Batches
 from meseta.data.read.selection import calibration_shift
 from meseta.machine.remote import Location
 from meseta.measure.step_threads import StepThreads
-from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, Step
 from meseta.pipeline.agreement import LateNonFiniteLoss
@@ -46,6 +45,7 @@ from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
 from meseta.train.setup.build import (
     count_steps,
+    make_clip,
     make_reader,
     place_model,
     plan_model,
@@ -127,7 +127,7 @@ class Trainer:
         over_parts = sum_over_parts(self.model.parameters(), world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
-        clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
+        clip = make_clip(config, world, over_parts)
         self.overlap = planner.overlap
         self.pipeline = Pipeline(
             self.model,

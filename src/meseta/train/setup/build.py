@@ -15,10 +15,11 @@ from meseta.data.read.options import ReaderOptions
 from meseta.data.read.served.reader import Run
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.machine.ranks import local_rank, note, num_local_ranks
+from meseta.optim.clip import DenseClip, OverParts
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
 from meseta.train.setup.outline import make_dense_part, make_outline
-from meseta.train.setup.planning import RunPlanner
+from meseta.train.setup.planning import RunPlanner, check_clip
 from meseta.train.setup.source import source_of
 from meseta.train.setup.specs import make_specs
 
@@ -67,6 +68,16 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     if config.check_memory:
         planner.check_memory(plan)
     return planner, plan
+
+
+def make_clip(config: RunConfig, world: World, over_parts: OverParts | None) -> DenseClip:
+    """What limits the gradients of a run; `over_parts` adds over ranks, of dense parameters that are cut. Raises
+    MesetaError, on all ranks, as `check_clip` does."""
+    check_clip(config, world.size)
+    dense, norm = config.dense, config.train.clip_norm
+    if norm is None:
+        return DenseClip(value=dense.clip_value, norm=dense.clip_norm, over_parts=over_parts)
+    return DenseClip(value=dense.clip_value, norm=norm, with_rows=True)
 
 
 def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:

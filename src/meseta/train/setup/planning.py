@@ -172,6 +172,7 @@ def find_run_plan(
     Where a model of the user's own cannot be built here, its dense part is left out, which is said on the terminal.
     Raises MesetaError where the config does not fit its data, and as `find_plan` does.
     """
+    check_clip(config, topology.num_ranks)
     dataset = source_of(config.data).dataset().with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
@@ -193,6 +194,15 @@ def find_run_plan(
     topology, without = room_of_run(topology, config.storage.options)
     planned = find_plan(workload, topology, cost_model, constraints, run, without)
     return planned if topology.num_ranks > 1 or planned.plan.lies_far else replace(planned, plan=collection.plan)
+
+
+def check_clip(config: RunConfig, num_ranks: int) -> None:
+    """Raise MesetaError where a run on so many ranks is to clip gradients by a norm that none of them knows."""
+    if config.train.clip_norm is not None and num_ranks > 1:
+        raise MesetaError(
+            f"config: train.clip_norm is one norm over layers and tables, which one process knows, but this run has "
+            f"{num_ranks} ranks; run it with --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
+        )
 
 
 def run_overlap(

@@ -19,13 +19,18 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.random_rows import initial_rows
-from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan
 from meseta.storage import ROW, TableStorage
 from meseta.train.run_dir import RunDir
-from meseta.train.setup.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.setup.build import (
+    make_clip,
+    make_reader,
+    make_sharded_model,
+    set_learning_rates,
+    task_weights,
+)
 from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import check_encoding, open_dataset
 
@@ -114,7 +119,7 @@ def _training(
     """A step as `meseta train` takes it."""
     over_parts = sum_over_parts(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
-    clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
+    clip = make_clip(config, world, over_parts)
     parts = config.train.accumulate_steps
     train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
 
