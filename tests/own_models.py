@@ -78,6 +78,17 @@ class TwoBlocks(Plain):
         return logits, dict(zip(self.loss_terms, losses, strict=True))
 
 
+class GlobalLoss(Plain):
+    """Also learns that its mean prediction is the base rate of the batch, and that positives are above negatives."""
+
+    global_loss_terms = ("calibration", "pairs")
+
+    def global_losses(self, logits: Tensor, label: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        off = ((logits.sigmoid() - label) * weight).sum() / weight.sum()
+        pairs = nn.functional.softplus(logits[None, :] - logits[:, None]) * label[:, None] * (1 - label)[None, :]
+        return {"calibration": off.square(), "pairs": pairs.mean()}
+
+
 class AddsRows(Plain):
     """Adds the rows of features that are not pooled by itself."""
 

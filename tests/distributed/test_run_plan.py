@@ -30,6 +30,7 @@ MORE: dict[str, dict[str, Any]] = {
     "large batch": {"train__batch_size": 3000},
     "no interaction": {"model__interaction": "none"},
     "own model": {"model": {"name": "own_models:Regularised", "embedding_dim": 4}},
+    "loss of the global batch": {"model": {"name": "own_models:GlobalLoss", "embedding_dim": 4}},
     "constraints": {"planner__constraints": "constraints"},
     "room": {"planner__topology": "small"},
     "nothing hidden": {"pipeline__overlap": "off"},

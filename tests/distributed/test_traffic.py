@@ -26,6 +26,7 @@ from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec
 from meseta.spec.codecs import SumPath, alike_shares, sum_shares
 from meseta.spec.transfer import Transfer, step_transfers
 from meseta.telemetry.lines import TrainLine
+from meseta.train.setup.outline import make_outline
 from meseta.train.setup.workload import make_workload
 from meseta.train.trainer import Trainer
 from small_run import settings
@@ -240,7 +241,9 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     trainer = Trainer(RunConfig.model_validate(document), World.current())
     embeddings, counter, run = trainer.model.embeddings, Counter(), Pipeline._train
     per_host = embeddings.plan.per_host
-    work = make_workload(trainer.config, trainer.dataset, embeddings.tables, embeddings.features, trainer.model)
+    specs = embeddings.tables, embeddings.features
+    outline = make_outline(trainer.config, trainer.dataset, EmbeddingBagCollection(*specs))
+    work = make_workload(trainer.config, trainer.dataset, *specs, outline)
     listed = step_transfers(work, embeddings.plan, trainer.world.size, per_host)
 
     def first(self: Pipeline, *arguments: Any) -> Any:
@@ -264,6 +267,8 @@ DENSE = {
     "plain": {},
     "batch norm": {"model__name": "wide_deep", "model__deep_mlp": [8, 4], "model__batch_norm": True},
     "micro-batches": {"train__accumulate_steps": 3},
+    "terms of the loss": {"model": {"name": "own_models:TwoBlocks", "embedding_dim": 4}},
+    "loss of the global batch": {"model": {"name": "own_models:GlobalLoss", "embedding_dim": 4}},
     "fsdp": {"dense__sharding": "fsdp", "dense__clip_norm": 1.0},
     "fsdp, lamb": {"dense__sharding": "fsdp", "dense__optimizer": {"name": "lamb"}, "train__accumulate_steps": 2},
 }

@@ -166,6 +166,29 @@ def test_terms_of_a_models_loss_are_told_and_are_the_same_on_any_number_of_ranks
     assert lines["1"][0]["loss_terms"]["first"] == pytest.approx(mean, rel=1e-9)
 
 
+def test_a_loss_of_the_global_batch_is_the_same_on_any_number_of_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    """Its gradient is that of one process; 91 samples do not divide by 2 or 4, and the last batch is filled up."""
+    common = {
+        "embedding__dtype": "float64",
+        "model": {"name": "own_models:GlobalLoss", "embedding_dim": 32},
+        "train__batch_size": 91,
+        "train__log_every_steps": 5,
+        "data__last_batch": "pad",
+    }
+    for size, plan in {1: "auto", 2: MIXED, 4: HOSTS}.items():
+        train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
+    lines = {n: [line for line in metrics(tmp_path / str(n)) if line["kind"] == "train"] for n in (1, 2, 4)}
+    for size in (2, 4):
+        for line, of_one in zip(lines[size], lines[1], strict=True):
+            assert set(line["loss_terms"]) == {"calibration", "pairs"} and min(line["loss_terms"].values()) > 0
+            assert line["loss_terms"] == pytest.approx(of_one["loss_terms"], rel=0, abs=1e-10)
+            assert line["loss"] == pytest.approx(of_one["loss"], rel=0, abs=1e-10)
+    with pytest.raises(MesetaError, match=r"set train\.accumulate_steps=1"):
+        train(settings(tiny, tmp_path / "parts", **common, train__accumulate_steps=2))
+
+
 def test_tables_of_several_widths_and_reductions_on_any_number_of_ranks(
     ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
-from own_models import TwoBlocks
+from own_models import GlobalLoss, TwoBlocks
 
 IDS = [[0, 4], [], [4], [1], [2, 2]]
 
@@ -97,7 +97,7 @@ def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
     [
         (["first"], {}, r"Wrong.loss_terms is \['first'\]; give a tuple of names"),
         (("a", "a"), {}, "loss_terms has a name twice: a, a"),
-        (("a",), {"b": torch.zeros(5)}, r"gave the terms \['b'\], but loss_terms are \['a'\]"),
+        (("a",), {"b": torch.zeros(5)}, r"gave the terms \['b'\], but its names are \['a'\]"),
         (("a",), [torch.zeros(5)], "gave the terms list, but"),
         (("a",), {"a": torch.zeros(())}, r"the term 'a' is \[\] for logits \[5\]; give one number for each sample"),
     ],
@@ -126,3 +126,39 @@ def test_samples_of_weight_0_change_nothing() -> None:
     for model, of_model in zip(models, (data, others), strict=True):
         Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())(of_model)
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+@pytest.mark.parametrize("weight", [None, [0.5, 3.0, 0.0, 1.0, 2.0]])
+def test_a_loss_of_the_whole_batch_is_added_to_the_mean_over_it(weight: list[float] | None) -> None:
+    """Without the samples that only fill the batch up: here the last one."""
+    model, data = made(cls=GlobalLoss), batch(weight=weight)
+    real = replace(data, num_padding=1, weight=torch.tensor([*(weight or [1.0] * 5)[:4], 0.0]))
+    table, dense = model.embeddings.shards[0].weight.clone().requires_grad_(), list(model.linear.parameters())
+    pooled = torch.stack([table[ids].sum(0) for ids in IDS])
+    logits = functional.linear(torch.cat([data.dense.double(), pooled], 1), *dense).squeeze(1)[:4]
+    w, y = real.weight[:4].double(), data.label[:4].double()  # type: ignore[index]
+    p = logits.sigmoid()
+    calibration = (((p - y) * w).sum() / w.sum()) ** 2
+    above = [functional.softplus(logits[j] - logits[i]) for i in range(4) for j in range(4) if y[i] > y[j]]
+    pairs = torch.stack(above).sum() / 16
+    loss = (w * -(y * p.log() + (1 - y) * (1 - p).log())).sum() / w.sum() + calibration + pairs
+    gradients = torch.autograd.grad(loss, [*dense, table])
+    expected = [value.detach() - 0.5 * g for value, g in zip([*dense, table], gradients, strict=True)]
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())(real)
+    assert step.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert step.agreement.terms == pytest.approx({"calibration": calibration.item(), "pairs": pairs.item()}, rel=1e-12)
+    for got, want in zip([*dense, model.embeddings.shards[0].weight], expected, strict=True):
+        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-12)
+
+
+def test_a_loss_of_the_whole_batch_is_refused_where_it_is_cut_into_parts_and_where_it_is_no_number() -> None:
+    model = made(cls=GlobalLoss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(MesetaError, match=r"global_loss_terms, .* which train.accumulate_steps 3 cuts into parts; set"):
+        Pipeline(model, optimizer, World.single(), accumulate_steps=3)
+    model.global_losses = lambda logits, label, weight: {"calibration": logits, "pairs": logits.sum()}
+    with pytest.raises(MesetaError, match=r"the term 'calibration' is \[5\]; give one number for the whole batch"):
+        Pipeline(model, optimizer, World.single())(batch())
+    model.loss_terms, model.score_with_losses = ("pairs",), None.__init__
+    with pytest.raises(MesetaError, match="loss_terms and global_loss_terms share a name"):
+        Pipeline(model, optimizer, World.single())

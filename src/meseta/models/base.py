@@ -143,17 +143,22 @@ def check_reads_pooled(what: str, model: Any) -> None:
         )
 
 
-def term_names(model: Any) -> tuple[str, ...]:
+GLOBAL = ("global_loss_terms", "global_losses(logits, label, weight)")
+"""Names of the terms of a loss of the global batch, and what makes them."""
+
+
+def term_names(
+    model: Any, attribute: str = "loss_terms", method: str = "score_with_losses(dense, pooled, label)"
+) -> tuple[str, ...]:
     """`model.loss_terms`: of what a model adds to the cross-entropy; none where it has none. Raises MesetaError for
     what are no names, and where the method that makes the terms is missing."""
-    names = getattr(model, "loss_terms", ())
+    names, who = getattr(model, attribute, ()), type(model).__name__
     if not isinstance(names, tuple) or not all(isinstance(name, str) and name for name in names):
-        raise MesetaError(f"{type(model).__name__}.loss_terms is {names!r}; give a tuple of names, such as ('block',)")
+        raise MesetaError(f"{who}.{attribute} is {names!r}; give a tuple of names, such as ('block',)")
     if len(set(names)) < len(names):
-        raise MesetaError(f"{type(model).__name__}.loss_terms has a name twice: {', '.join(names)}; give each once")
-    if names and not callable(getattr(model, "score_with_losses", None)):
+        raise MesetaError(f"{who}.{attribute} has a name twice: {', '.join(names)}; give each once")
+    if names and not callable(getattr(model, method.partition("(")[0], None)):
         raise MesetaError(
-            f"{type(model).__name__} has loss_terms, but no method score_with_losses(dense, pooled, label) that makes "
-            "them; write it, or leave loss_terms out"
+            f"{who} has {attribute}, but no method {method} that makes them; write it, or leave {attribute} out"
         )
     return names

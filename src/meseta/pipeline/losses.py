@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from meseta.data.batch import Batch
+from meseta.embedding.flight import Flight
 from meseta.jagged.shapes import Float
-from meseta.models.base import term_names
+from meseta.models.base import GLOBAL, term_names
 from meseta.ops.sums import total
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
@@ -21,44 +22,94 @@ CROSS_ENTROPY = "cross_entropy"
 
 
 class BatchLosses:
-    """Scores batches of one model, and adds up what they lose."""
+    """Scores batches of one model, and adds up what they lose.
 
-    def __init__(self, model: Model, task_weights: Tensor | None) -> None:
-        """`task_weights` [T] multiply the losses of the tasks; None: all 1. Raises MesetaError as `term_names` does."""
-        self.names = term_names(model)
+    Terms of `loss_terms` are of each sample. Those of `global_loss_terms` are each a number of the whole global batch,
+    made by `global_losses(logits, label, weight)` of all samples without those that fill it up, and added to the mean
+    over it. Each rank has the logits of the others without a gradient; what their gradients add up to over ranks is
+    that of the whole.
+    """
+
+    def __init__(self, model: Model, task_weights: Tensor | None, accumulate_steps: int = 1) -> None:
+        """`task_weights` [T] multiply the losses of the tasks; None: all 1. Raises MesetaError as `term_names` does,
+        and where a loss of the global batch meets batches that are cut into parts."""
+        self._of_samples, self._of_all = term_names(model), term_names(model, *GLOBAL)
+        self.names = (*self._of_samples, *self._of_all)
+        if self._of_all and accumulate_steps > 1:
+            raise MesetaError(
+                f"{type(model).__name__} has global_loss_terms, of all samples of a global batch together, which "
+                f"train.accumulate_steps {accumulate_steps} cuts into parts; set train.accumulate_steps=1"
+            )
+        if len(set(self.names)) < len(self.names):
+            raise MesetaError(
+                f"{type(model).__name__}: loss_terms and global_loss_terms share a name: {', '.join(self.names)}; give "
+                "each once"
+            )
         self._model = model
         self._task_weights = task_weights
 
     def __call__(
-        self, dense: Any, pooled: Any, batch: Batch
+        self, dense: Any, pooled: Any, batch: Batch, flight: Flight[Any]
     ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""], Float[Tensor, " _losses"]]:
         """(logits, the sum to be made small, the same and that of each term without a gradient in float64) over the
-        samples of `batch`, each by its weight; `dense` and `pooled` are as `score` takes them.
+        samples of `batch`, each by its weight; `dense` and `pooled` are as `score` takes them, `flight` knows the other
+        ranks. Collective where there is a loss of the global batch.
 
-        Raises MesetaError for logits of another shape than the labels, and for terms that are not those of `loss_terms`
-        or not one number for each sample, or for each sample and task.
+        Raises MesetaError for logits of another shape than the labels, and for terms that are not those of the model or
+        have another shape than they must.
         """
-        if not self.names:
-            logits = self._model.score(dense, pooled)
-            summed = loss_sum(logits, batch, self._task_weights)
-            return logits, summed, summed.detach().double().view(1)
         model: Any = self._model
-        logits, terms = model.score_with_losses(dense, pooled, batch.label)
-        sums = [self._sum(name, term, logits, batch) for name, term in self._in_order(terms)]
-        parts = sums if CROSS_ENTROPY in self.names else [loss_sum(logits, batch, self._task_weights), *sums]
+        if self._of_samples:
+            logits, terms = model.score_with_losses(dense, pooled, batch.label)
+        else:
+            logits, terms = model.score(dense, pooled), {}
+        sums = [self._sum(name, one, logits, batch) for name, one in self._in_order("score_with_losses", terms)]
+        parts = sums if CROSS_ENTROPY in self._of_samples else [loss_sum(logits, batch, self._task_weights), *sums]
         summed = parts[0]
         for part in parts[1:]:
             summed = summed + part
-        return logits, summed, torch.stack([one.detach().double() for one in (summed, *sums)])
+        told = [one.detach().double() for one in (summed, *sums)]
+        for term, is_told in self._global_terms(logits, batch, flight) if self._of_all else ():
+            summed = summed + term
+            told.append(term.detach().double() * is_told)
+            told[0] = told[0] + told[-1]
+        return logits, summed, torch.stack(told)
 
-    def _in_order(self, terms: Any) -> list[tuple[str, Tensor]]:
+    def _global_terms(self, logits: Tensor, batch: Batch, flight: Flight[Any]) -> list[tuple[Tensor, bool]]:
+        """Each times the sum of all weights, by which the sum over samples is divided, and whether it is this rank that
+        tells what it is: each has all of it."""
+        assert flight.batch_slice is not None and flight.whole is not None
+        world, num_real = flight.batch_slice.world, batch.batch_size - batch.num_padding
+        weight = torch.ones(batch.batch_size, device=logits.device) if batch.weight is None else batch.weight
+        columns = [logits.flatten(1) if logits.dim() > 1 else logits[:, None], batch.label.view(len(logits), -1)]
+        num_tasks = columns[0].shape[1]
+        own = torch.cat([column.to(logits.dtype) for column in (*columns, weight[:, None])], dim=1)[:num_real]
+        sent = own.new_zeros(max(flight.batch_slice.sizes), own.shape[1] + 1)
+        sent[:num_real, :-1], sent[:num_real, -1] = own.detach(), 1.0
+        others = world.all_gather(sent, "logits")
+        rows = [own if rank == world.rank else one[one[:, -1] > 0][:, :-1] for rank, one in enumerate(others)]
+        scores, label, of_sample = torch.cat(rows).split([num_tasks, num_tasks, 1], dim=1)
+        if logits.dim() == 1:
+            scores, label = scores[:, 0], label[:, 0]
+        terms = cast(Any, self._model).global_losses(scores, label, of_sample[:, 0])
+        found = self._in_order("global_losses", terms)
+        for name, term in found:
+            if term.shape != ():
+                raise MesetaError(
+                    f"{type(self._model).__name__}.global_losses: the term {name!r} is {list(term.shape)}; give one "
+                    "number for the whole batch"
+                )
+        return [(term * flight.whole.weight, world.rank == 0) for _, term in found]
+
+    def _in_order(self, method: str, terms: Any) -> list[tuple[str, Tensor]]:
+        names = self._of_samples if method == "score_with_losses" else self._of_all
         found = list(terms) if isinstance(terms, Mapping) else type(terms).__name__
-        if not isinstance(terms, Mapping) or set(terms) != set(self.names):
+        if not isinstance(terms, Mapping) or set(terms) != set(names):
             raise MesetaError(
-                f"{type(self._model).__name__}.score_with_losses gave the terms {found}, but loss_terms are "
-                f"{list(self.names)}; give logits and a mapping with a tensor for each"
+                f"{type(self._model).__name__}.{method} gave the terms {found}, but its names are {list(names)}; give "
+                "a mapping with a tensor for each"
             )
-        return [(name, terms[name]) for name in self.names]
+        return [(name, terms[name]) for name in names]
 
     def _sum(self, name: str, term: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         if term.shape not in (logits.shape, logits.shape[:1]):

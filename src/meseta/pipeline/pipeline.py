@@ -117,7 +117,7 @@ class Pipeline:
         # That of sharded tables knows the hosts of their plan.
         self.world = getattr(model.embeddings, "world", world)
         weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
-        self._losses = BatchLosses(model, weights)
+        self._losses = BatchLosses(model, weights, accumulate_steps)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.overlap = frozenset(overlap)
@@ -457,7 +457,7 @@ class Pipeline:
             if hides and following is not None:
                 self._look_up(following)
             with stage("dense_forward"), explain_uncalled():
-                return self._losses(dense, pooled, batch)
+                return self._losses(dense, pooled, batch, part.flight)
 
     def _agree(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> Agreement:
         """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""

@@ -225,7 +225,7 @@ HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
 OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
              "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of tables."""
-OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "dense", "norms",
+OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "logits", "agree", "dense", "norms",
                       "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` may list."""
 OF_LAST_PART = ("replicas", "row statistics")
@@ -265,7 +265,7 @@ def step_transfers(
     """All transfers of one training step on `num_ranks` ranks, in the order in which they begin; none on one rank.
 
     Args:
-        workload: tables, features and the dense part; the size of the batch does not matter.
+        workload: tables, features and the dense part; the size of the batch matters for a loss of all of it alone.
         plan: where tables lie; None: anywhere, so that the list has all that some plan needs.
         num_ranks: all ranks.
         per_host: ranks of a host.
@@ -292,7 +292,9 @@ def step_transfers(
     back = [*step.backward_of_dense(), *step.backward()]
     early = [] if step.num_parts == 1 else [own for own in back if own.name not in OF_LAST_PART]
     late = [own for own in back if own not in early]
-    return (*step.forward(), *step.forward_of_dense(), *early, agree, *late, *step.sums_of_dense())
+    rows = -(-workload.batch_size // num_ranks)
+    logits = [_alike("logits", step.dense.logit_bytes * rows, 1, "gather")] if step.dense.logit_bytes else []
+    return (*step.forward(), *step.forward_of_dense(), *logits, *early, agree, *late, *step.sums_of_dense())
 
 
 @dataclass(frozen=True)

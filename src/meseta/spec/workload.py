@@ -103,6 +103,8 @@ class DenseExchange:
     """Norms of what is cut that are taken in a step."""
     num_flags: int = 0
     """Numbers that the run has ranks agree on in a step, beside the loss."""
+    logit_bytes: int = 0
+    """Of a sample, which all ranks are told of for a loss of the global batch; 0 where there is none."""
     num_parts: int = 1
     """Micro-batches that each rank takes its slice in."""
 

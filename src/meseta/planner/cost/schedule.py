@@ -173,6 +173,7 @@ class _ProgramWriter:
         self.compute("score", self.share)
         self.compute("parameters", self.share / 2)
         self.at_once(NORMS[0], part, self.share)
+        self.at_once("logits", part, self.share)
 
     def backward(self, part: int) -> None:
         """`Pipeline._backward`."""

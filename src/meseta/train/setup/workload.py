@@ -33,7 +33,7 @@ def make_workload(
         batch_size=config.train.batch_size,
         loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
         dense=DenseLoad() if outline is None else dense_load(config, outline, len(dataset.dense)),
-        dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline),
+        dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline, len(dataset.labels)),
         comm=config.comm.communication,
     )
 
@@ -68,25 +68,27 @@ def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLo
     )
 
 
-def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
+def dense_exchange(config: RunConfig, model: nn.Module, num_labels: int) -> DenseExchange:
     """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
     from meseta.comm.dense_shards import cut_modules
-    from meseta.models.base import term_names
+    from meseta.models.base import GLOBAL, term_names
     from meseta.models.global_layers import BatchNorm
     from meseta.train.saving import NUM_FLAGS
 
     parameters = [own for own in model.parameters() if own.requires_grad]
+    number_bytes, of_all = max((own.element_size() for own in parameters), default=4), term_names(model, *GLOBAL)
     units = cut_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
     shapes = tuple(tuple(tuple(p.shape) for p in unit.parameters() if p.dim()) for _, unit in units)
     cut = {id(p) for _, unit in units for p in unit.parameters() if p.dim()}
     norms_of_lamb = 2 * sum(map(len, shapes)) if config.dense.optimizer.name == "lamb" else 0
     return DenseExchange(
         num_tensors=len(parameters),
-        number_bytes=max((own.element_size() for own in parameters), default=4),
+        number_bytes=number_bytes,
         num_filling=sum(-own.numel() % COLUMN_BLOCK for own in parameters if id(own) not in cut),
         norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
         cut_shapes=shapes,
         num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
-        num_flags=NUM_FLAGS + len(term_names(model)),
+        num_flags=NUM_FLAGS + len(term_names(model)) + len(of_all),
+        logit_bytes=(2 * num_labels + 2) * number_bytes if of_all else 0,  # logits, labels, a weight and a mark
         num_parts=config.train.accumulate_steps,
     )
