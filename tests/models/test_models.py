@@ -187,11 +187,10 @@ def test_without_dense_inputs_nothing_stands_in_their_place(dtype: Any) -> None:
     model = make_model(ModelConfig(embedding_dim=4), embeddings, 0, 0)
     products = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], dim=1)
     torch.testing.assert_close(model.score(torch.zeros(5, 0), pooled), model.top_mlp(products).squeeze(1))
-    with pytest.raises(MesetaError, match="one feature and no dense inputs make no pair"):
-        make_model(ModelConfig(embedding_dim=4), OneRowEach([4]), 0, 0)
-    alone: Any = make_model(ModelConfig(embedding_dim=4, interaction="none"), OneRowEach([4]), 0, 0)
     x = torch.randn(2, 4)
-    assert torch.equal(alone.score(torch.zeros(2, 0), x), alone.top_mlp(x).squeeze(1))
+    for interaction in ("none", "dot"):
+        alone: Any = make_model(ModelConfig(embedding_dim=4, interaction=interaction), OneRowEach([4]), 0, 0)
+        assert torch.equal(alone.score(torch.zeros(2, 0), x), alone.top_mlp(x).squeeze(1))
 
 
 CONFIGS = [

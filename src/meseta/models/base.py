@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.embedding.flight import Flight
-from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
 from meseta.spec import MesetaError, TableSpec
@@ -128,8 +128,8 @@ def before_of(model: Any) -> Callable[[Tensor], Any] | None:
     return method
 
 
-def readable(model: Any, embeddings: Embeddings) -> Any:
-    """What `score` of a model reads: the pooled vectors side by side [B, sum of D_f], or, where it has
+def readable(model: Any, embeddings: Any) -> Any:
+    """What `score` of a model reads of Embeddings: the pooled vectors side by side [B, sum of D_f], or, where it has
     `reads_embeddings`, all that was looked up, with the rows of features that are not pooled."""
     return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
 

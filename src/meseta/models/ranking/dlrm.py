@@ -26,7 +26,8 @@ class DLRM(ScoringModel):
         interaction: x beside the dot products of all pairs out of (x, e_1, ..., e_F), each pair once  [B, D + F(F+1)/2]
         top MLP              -> logits [B]
 
-    Without dense inputs there is no bottom MLP and no x: the top MLP reads the products of pairs of embeddings.
+    Without dense inputs there is no bottom MLP and no x: the top MLP reads the products of pairs of embeddings, or the
+    only one there is.
     The weights of a layer with n inputs and m outputs start from N(0, 2 / (m + n)), its biases from N(0, 1 / m), as in
     the published code.
     """
@@ -53,8 +54,7 @@ class DLRM(ScoringModel):
             options: of both MLPs; in bfloat16, pairwise products are added in float32.
             seed: key of the initial weights.
 
-        Raises MesetaError where 'dot' meets embeddings of different widths, a last bottom layer of another width, or
-        one feature and no dense inputs, which make no pair.
+        Raises MesetaError where 'dot' meets embeddings of different widths, or a last bottom layer of another width.
         """
         super().__init__(embeddings, num_dense)
         check_widths("DLRM", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
@@ -67,13 +67,9 @@ class DLRM(ScoringModel):
         width = bottom_mlp[-1] if num_dense else 0
         if interaction == "dot":
             _check_equal_widths(self.dims, bottom_mlp[-1])
-            num_interactions = width + math.comb(len(self.dims) + bool(num_dense), 2)
-        else:
-            num_interactions = width + self.pooled_width
-        if not num_interactions:
-            raise MesetaError(
-                "DLRM: one feature and no dense inputs make no pair; use interaction='none', or data with more columns"
-            )
+        num_pairs = math.comb(len(self.dims) + bool(num_dense), 2) if interaction == "dot" else 0
+        self.has_pairs = num_pairs > 0
+        num_interactions = width + (num_pairs or self.pooled_width)
         self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
 
@@ -92,7 +88,7 @@ class DLRM(ScoringModel):
 
     def _interactions(self, x: Tensor, pooled: Tensor) -> Tensor:
         """What the top MLP reads."""
-        if self.interaction == "none":
+        if not self.has_pairs:
             return torch.cat([x, pooled.to(x.dtype)], dim=1)
         if self.bottom_mlp is not None:
             return dot_interaction(x, pooled)
