@@ -11,6 +11,7 @@ bytes for each thing of one kind that a batch has. A step under a plan is
     output_dist  answers                        askers   number of a bag or row
                  whole bags                     askers   number of a bag that a host has summed
     dense        batch norm, agree              all      step
+                 logits                         all      sample, where a loss is of the whole batch
                  gradients of batch norm        all      step
     backward     gradients of whole bags        owners   number of a bag that a host has summed
                  gradients                      owners   number of a bag or row
@@ -21,8 +22,7 @@ bytes for each thing of one kind that a batch has. A step under a plan is
 
 of which those of tables take place only where a table needs them (arXiv 2104.05158, section 4.2: input all-to-all,
 pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host). With exchange 'two_level' ids come in
-two steps, all bags and rows go as those that a host sums, and a row that is not pooled comes once for each rank that
-asks:
+two steps, bags and rows go as those that a host sums, and a row that is not pooled once for each rank that asks:
 
     input_dist   counts, counts inside          twins, mates   pair of twins or mates, route of a host, route
                  ids, ids inside                twins, mates   bag and id: once for each host, and for each owner
@@ -65,8 +65,8 @@ from meseta.spec.workload import DenseExchange, Workload
 Each = Literal[
     "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
     "weight", "host weight", "bag number", "partial bag number", "summed bag number", "handed bag number",
-    "whole bag number", "row number",
-    "distinct row number", "row statistic", "replica number", "padded replica number", "replica row", "step",
+    "whole bag number", "row number", "distinct row number", "row statistic", "replica number", "padded replica number",
+    "replica row", "step",
 ]  # fmt: skip
 """What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
 one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; of
