@@ -85,10 +85,8 @@ MOMENTS = 2
 INT32_MAX = 2**31 - 1
 """The largest number of 32 bits."""
 ROW_STATISTICS = {
-    "rowwise_adagrad": (1, 1),
-    "rowwise_adam": (1, 1),
-    "lars": (1, 2),
-    "lamb": (1, 2),
+    **dict.fromkeys(("rowwise_adagrad", "rowwise_adam"), (1, 1)),
+    **dict.fromkeys(("lars", "lamb"), (1, 2)),
     "rowwise_lamb": (2, 3),
 }
 """By row optimizer: exchanges a step, and numbers per row and 16 columns in them all, where columns are cut."""
@@ -292,8 +290,8 @@ def step_transfers(
     back = [*step.backward_of_dense(), *step.backward()]
     early = [] if step.num_parts == 1 else [own for own in back if own.name not in OF_LAST_PART]
     late = [own for own in back if own not in early]
-    rows = -(-workload.batch_size // num_ranks)
-    logits = [_alike("logits", step.dense.logit_bytes * rows, 1, "gather")] if step.dense.logit_bytes else []
+    num_bytes = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
+    logits = [_alike("logits", num_bytes, 1, "gather")] if num_bytes else []
     return (*step.forward(), *step.forward_of_dense(), *logits, *early, agree, *late, *step.sums_of_dense())
 
 
