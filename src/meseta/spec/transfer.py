@@ -10,7 +10,7 @@ bytes for each thing of one kind that a batch has. A step under a plan is
                  weights                        owners   id
     output_dist  answers                        askers   number of a bag or row
                  whole bags                     askers   number of a bag that a host has summed
-    dense        batch norm, agree              all      step
+    dense        batch norm, logits, agree      all      step
                  gradients of batch norm        all      step
     backward     gradients of whole bags        owners   number of a bag that a host has summed
                  gradients                      owners   number of a bag or row
@@ -230,9 +230,8 @@ OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "logi
 """Names of all transfers that `step_transfers` may list."""
 OF_LAST_PART = ("replicas", "row statistics")
 """Names of those of a backward pass that begin with the last micro-batch, whose loss all ranks have agreed on."""
-BETWEEN_STEPS = frozenset(
-    ("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped", "a measurement")
-)
+BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped",
+                           "a measurement"))  # fmt: skip
 """Names of collectives that are part of no step."""
 
 
@@ -291,10 +290,10 @@ def step_transfers(
     agree = _alike("agree", COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), 1, "gather")
     back = [*step.backward_of_dense(), *step.backward()]
     early = [] if step.num_parts == 1 else [own for own in back if own.name not in OF_LAST_PART]
-    late = [own for own in back if own not in early]
-    rows = -(-workload.batch_size // num_ranks)
-    logits = [_alike("logits", step.dense.logit_bytes * rows, 1, "gather")] if step.dense.logit_bytes else []
-    return (*step.forward(), *step.forward_of_dense(), *logits, *early, agree, *late, *step.sums_of_dense())
+    of_logits = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
+    logits = [_alike("logits", of_logits, 1, "gather")] if of_logits else []
+    back = [*early, agree, *(own for own in back if own not in early)]
+    return (*step.forward(), *step.forward_of_dense(), *logits, *back, *step.sums_of_dense())
 
 
 @dataclass(frozen=True)
