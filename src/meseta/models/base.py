@@ -95,8 +95,8 @@ class ScoringModel(nn.Module, ABC):
 
     @property
     def reads_dense_alone(self) -> bool:
-        """Whether the model has layers that read dense inputs alone."""
-        return type(self).of_dense is not ScoringModel.of_dense
+        """Whether the model has layers that read dense inputs alone; without such inputs none has."""
+        return self.num_dense > 0 and type(self).of_dense is not ScoringModel.of_dense
 
     def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
         """What layers that read dense inputs alone make of them, given in the type of the embeddings; the inputs

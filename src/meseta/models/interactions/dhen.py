@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meseta.comm import BatchSlice
 from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
 from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.base import ModelRequest
 from meseta.models.cross import FullCross
-from meseta.models.fields import DenseVector, MixFields, equal_width
+from meseta.models.fields import MixFields
 from meseta.models.global_layers import LayerNorm
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
+from meseta.models.interactions.vector_stack import VectorStack
+from meseta.models.layers import BlankLinear, MLPOptions, check_widths
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
@@ -132,7 +134,8 @@ class DHENLayer(nn.Module):
         self.shortcut = None if num_inputs == self.num_outputs else MixFields(num_inputs, self.num_outputs)
         self.norm = LayerNorm(width)
 
-    def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
+    def forward(self, fields: Float[Tensor, "B M D"], batch: BatchSlice | None) -> Float[Tensor, "B L D"]:
+        """Nothing here reads where the samples lie in `batch`."""
         made = [interaction(fields) for interaction in self.interactions.values()]
         shortcut = fields if self.shortcut is None else self.shortcut(fields)
         return cast(Tensor, self.norm(self._together(made) + shortcut))
@@ -146,7 +149,7 @@ class DHENLayer(nn.Module):
         return stacked.sum(dim=1)
 
 
-class DHEN(ScoringModel):
+class DHEN(VectorStack):
     """Deep and hierarchical ensemble network, arXiv 2203.11014, section 3.
 
         X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d; no MLP where there are no dense inputs
@@ -182,35 +185,16 @@ class DHEN(ScoringModel):
         Raises MesetaError for tables of several widths, modules whose vectors cannot be added, heads that do not divide
         the width, dot products of one vector, a width below 1, or a feature without pooling.
         """
-        super().__init__(embeddings, num_dense)
         check_widths("DHEN", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
-        self.width = equal_width("DHEN", self.dims)
-        self.bottom = DenseVector(num_dense, bottom_mlp, self.width, options, "bottom")
-        num_vectors = self.bottom.num_vectors + len(self.dims)
-        _check_shape(shape, num_vectors, self.width)
-        layers = []
-        for _ in range(shape.num_layers):
-            layers.append(DHENLayer(num_vectors, self.width, shape))
-            num_vectors = layers[-1].num_outputs
-        self.layers = nn.ModuleList(layers)
-        self.top_mlp = MLP([num_vectors * self.width, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
-        fill_linear(self, seed)
-
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Their vector."""
-        return cast(Tensor, self.bottom(dense, self.batch_slice))
-
-    @property
-    def reads_dense_alone(self) -> bool:
-        """Whether there is a bottom MLP."""
-        return self.bottom.mlp is not None
-
-    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The logits above."""
-        fields = torch.cat([x, pooled.unflatten(1, (-1, self.width))], dim=1)
-        for layer in self.layers:
-            fields = layer(fields)
-        return cast(Tensor, self.top_mlp(fields.flatten(1), self.batch_slice)).squeeze(1)
+        super().__init__(embeddings, num_dense=num_dense, bottom_mlp=bottom_mlp, options=options)
+        _check_shape(shape, self.num_vectors, self.width)
+        self.set_layers(
+            shape.num_layers,
+            lambda _, num_vectors: DHENLayer(num_vectors, self.width, shape),
+            top_mlp=top_mlp,
+            options=options,
+            seed=seed,
+        )
 
 
 def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import WukongConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import DenseVector, MixFields, equal_width
+from meseta.models.base import ModelRequest
+from meseta.models.fields import MixFields
 from meseta.models.global_layers import LayerNorm
-from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
+from meseta.models.interactions.vector_stack import VectorStack
+from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.ops.product import batched_product
 
 
@@ -72,7 +73,7 @@ class WukongLayer(nn.Module):
         return cast(Tensor, self.norm(made + (fields if self.residual is None else self.residual(fields))))
 
 
-class Wukong(ScoringModel):
+class Wukong(VectorStack):
     """Wukong, arXiv 2403.02545, section 3.
 
         X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d; no MLP where there are no dense inputs
@@ -106,36 +107,17 @@ class Wukong(ScoringModel):
 
         Raises MesetaError for tables of several widths, a width below 1, or a feature without pooling.
         """
-        super().__init__(embeddings, num_dense)
         check_widths("Wukong", "bottom_mlp, top_mlp and fm_mlp", [*bottom_mlp, *top_mlp, *shape.fm_mlp])
         counts = [shape.num_layers, shape.fm_vectors, shape.linear_vectors, shape.rank]
         check_widths("Wukong", "num_layers, fm_vectors, linear_vectors and rank", counts)
-        self.width = equal_width("Wukong", self.dims)
-        self.bottom = DenseVector(num_dense, bottom_mlp, self.width, options, "bottom")
-        num_vectors = self.bottom.num_vectors + len(self.dims)
-        layers = []
-        for index in range(shape.num_layers):
-            layers.append(WukongLayer(num_vectors, self.width, shape, options, f"layers.{index}"))
-            num_vectors = layers[-1].num_outputs
-        self.layers = nn.ModuleList(layers)
-        self.top_mlp = MLP([num_vectors * self.width, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
-        fill_linear(self, seed)
-
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """Their vector."""
-        return cast(Tensor, self.bottom(dense, self.batch_slice))
-
-    @property
-    def reads_dense_alone(self) -> bool:
-        """Whether there is a bottom MLP."""
-        return self.bottom.mlp is not None
-
-    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """The logits above."""
-        fields = torch.cat([x, pooled.unflatten(1, (-1, self.width))], dim=1)
-        for layer in self.layers:
-            fields = layer(fields, self.batch_slice)
-        return cast(Tensor, self.top_mlp(fields.flatten(1), self.batch_slice)).squeeze(1)
+        super().__init__(embeddings, num_dense=num_dense, bottom_mlp=bottom_mlp, options=options)
+        self.set_layers(
+            shape.num_layers,
+            lambda index, num_vectors: WukongLayer(num_vectors, self.width, shape, options, f"layers.{index}"),
+            top_mlp=top_mlp,
+            options=options,
+            seed=seed,
+        )
 
 
 def make_wukong(config: WukongConfig, request: ModelRequest) -> Wukong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
 import torch
@@ -18,7 +18,33 @@ from meseta.ops.dot_interaction import dot_interaction
 from meseta.spec import MesetaError
 
 
-class DLRM(ScoringModel):
+class BottomAndTop(ScoringModel):
+    """What DLRM and DLRM-DCNv2 have in common: dense inputs pass a bottom MLP, which is not built where there are none,
+    and a top MLP gives the logits."""
+
+    top_mlp: MLP
+
+    def set_bottom(self, widths: Sequence[int], options: MLPOptions | None) -> None:
+        """`widths` are those of the bottom MLP's layers, ReLU after each."""
+        self.bottom_mlp = (
+            MLP([self.num_dense, *widths], relu_last=True, options=options, name="bottom_mlp")
+            if self.num_dense
+            else None
+        )
+
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+        """What the bottom MLP makes of them."""
+        return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+
+    def mlp_layers(self) -> Iterator[tuple[str, nn.Linear]]:
+        """The linear layers of both MLPs, by their names in the model."""
+        for stack in filter(None, (self.bottom_mlp, self.top_mlp)):
+            for index, layer in stack.named_children():
+                if isinstance(layer, nn.Linear):
+                    yield f"{stack.name}.{index}", layer
+
+
+class DLRM(BottomAndTop):
     """Deep learning recommendation model, arXiv 1906.00091, sections 2.1 and 2.2.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -61,9 +87,7 @@ class DLRM(ScoringModel):
         if not bottom_mlp:
             raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
         self.interaction = interaction
-        self.bottom_mlp = (
-            MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp") if num_dense else None
-        )
+        self.set_bottom(bottom_mlp, options)
         width = bottom_mlp[-1] if num_dense else 0
         if interaction == "dot":
             _check_equal_widths(self.dims, bottom_mlp[-1])
@@ -72,15 +96,6 @@ class DLRM(ScoringModel):
         num_interactions = width + (num_pairs or self.pooled_width)
         self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
-
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """What the bottom MLP makes of them."""
-        return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
-
-    @property
-    def reads_dense_alone(self) -> bool:
-        """Whether there is a bottom MLP."""
-        return self.bottom_mlp is not None
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of x and its interactions."""
@@ -97,14 +112,11 @@ class DLRM(ScoringModel):
         return dot_interaction(first, others)[:, width:]
 
     def _set_initial_weights(self, seed: int) -> None:
-        for part in ("bottom_mlp", "top_mlp")[self.bottom_mlp is None :]:
-            for index, layer in self.get_submodule(part).named_children():
-                if isinstance(layer, nn.Linear):
-                    num_outputs, num_inputs = layer.weight.shape
-                    std = math.sqrt(2.0 / (num_outputs + num_inputs))
-                    fill_normal(layer.weight, std, seed, f"{part}.{index}.weight")
-                    if layer.bias is not None:
-                        fill_normal(layer.bias, math.sqrt(1.0 / num_outputs), seed, f"{part}.{index}.bias")
+        for name, layer in self.mlp_layers():
+            num_outputs, num_inputs = layer.weight.shape
+            fill_normal(layer.weight, math.sqrt(2.0 / (num_outputs + num_inputs)), seed, f"{name}.weight")
+            if layer.bias is not None:
+                fill_normal(layer.bias, math.sqrt(1.0 / num_outputs), seed, f"{name}.bias")
 
 
 def _check_equal_widths(dims: dict[str, int], width: int) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMDCNv2Config
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.base import ModelRequest
 from meseta.models.cross import LowRankCross
-from meseta.models.initial import fill_normal, fill_uniform
-from meseta.models.layers import MLP, MLPOptions, check_widths
+from meseta.models.initial import fill_uniform
+from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
+from meseta.models.ranking.dlrm import BottomAndTop
 from meseta.spec import MesetaError
 
 
-class DLRMDCNv2(ScoringModel):
+class DLRMDCNv2(BottomAndTop):
     """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -63,40 +63,22 @@ class DLRMDCNv2(ScoringModel):
         if not bottom_mlp:
             raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
         num_crossed = bottom_mlp[-1] * bool(num_dense) + self.pooled_width
-        self.bottom_mlp = (
-            MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp") if num_dense else None
-        )
+        self.set_bottom(bottom_mlp, options)
         self.cross = LowRankCross(num_crossed, *cross)
         self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
-
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
-        """What the bottom MLP makes of them."""
-        return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
-
-    @property
-    def reads_dense_alone(self) -> bool:
-        """Whether there is a bottom MLP."""
-        return self.bottom_mlp is not None
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of the crossed inputs."""
         return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
 
-    @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:
-        for part in ("bottom_mlp", "top_mlp")[self.bottom_mlp is None :]:
-            for index, layer in self.get_submodule(part).named_children():
-                if isinstance(layer, nn.Linear):
-                    bound = 1.0 / math.sqrt(max(layer.in_features, 1))
-                    fill_uniform(layer.weight, bound, seed, f"{part}.{index}.weight")
-                    if layer.bias is not None:
-                        fill_uniform(layer.bias, bound, seed, f"{part}.{index}.bias")
-        for name, parameter in self.cross.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            else:
-                fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, f"cross.{name}")
+        for name, layer in self.mlp_layers():
+            bound = 1.0 / math.sqrt(max(layer.in_features, 1))
+            fill_uniform(layer.weight, bound, seed, f"{name}.weight")
+            if layer.bias is not None:
+                fill_uniform(layer.bias, bound, seed, f"{name}.bias")
+        fill_linear(self.cross, seed, "cross")
 
 
 def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelRequest) -> DLRMDCNv2:
