@@ -15,7 +15,7 @@ import yaml
 
 from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs
 from meseta.cli.launch import StopSignals
-from meseta.cli.quality import _Work
+from meseta.cli.quality import _SuiteWork
 from meseta.machine.processes import fork
 from meseta.train.quality.study import SuiteRun
 from small_run import tiny_with_valid
@@ -36,15 +36,15 @@ def test_a_suite_that_was_interrupted_goes_on_and_two_copies_differ_nowhere(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, trained = tmp_path / "out", list[str]()
-    tell = _Work._tell
+    tell = _SuiteWork._tell
 
-    def tell_and_stop(self: _Work, done_run: SuiteRun, done: DoneJob) -> None:
+    def tell_and_stop(self: _SuiteWork, done_run: SuiteRun, done: DoneJob) -> None:
         tell(self, done_run, done)
         trained.append(done.job.name)
         if len(trained) == 3:  # the first copy of a seed; the other is under way
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(_Work, "_tell", tell_and_stop)
+    monkeypatch.setattr(_SuiteWork, "_tell", tell_and_stop)
     arguments = ("quality", SAMPLE, "--out", out, "--workers", 2)
     code, _, err = run(*arguments)
     assert code == 143 and "the same command goes on from there" in err

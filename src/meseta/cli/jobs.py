@@ -5,15 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from meseta.cli.forked import start_command, start_work
 from meseta.cli.launch import StopSignals
 
 LOOK_S = 0.05
 """Between looks at what has ended."""
 Start = Callable[[int], BaseProcess]
 """Starts a process that prints to an open descriptor."""
+
+
+def command_step(arguments: Sequence[str], title: str) -> Start:
+    """A `meseta` command, as a process called `title`."""
+    return partial(_printing, partial(start_command, arguments, title))
+
+
+def work_step(work: Callable[[], object], title: str) -> Start:
+    """`work`, as a process called `title`."""
+    return partial(_printing, partial(start_work, work, title))
+
+
+def _printing(start: Callable[..., BaseProcess], out: int) -> BaseProcess:
+    return start(out=out, err=out)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.forked import start_command, start_work
-from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, DoneJob, Start, command_step, last_words, run_jobs, work_step
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
@@ -26,6 +24,9 @@ Out = Annotated[Path, typer.Option(help="Folder of the suite; the same command g
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Trainings at a time, of one thread each.", show_default="the processors")
 ]
+
+PROCESS = "meseta quality"
+"""Name of the processes."""
 
 
 def quality(suite: Suite, out: Out, workers: Workers = None) -> None:
@@ -41,7 +42,7 @@ def quality(suite: Suite, out: Out, workers: Workers = None) -> None:
     lock = FolderLock(out)
     lock.acquire()
     try:
-        work = _Work(study, workers or num_cores())
+        work = _SuiteWork(study, workers or num_cores())
         work.finish()
         outcome = _outcome(study, work.problems)
     finally:
@@ -54,7 +55,7 @@ def quality(suite: Suite, out: Out, workers: Workers = None) -> None:
         )
 
 
-class _Work:
+class _SuiteWork:
     """What is left to do, done."""
 
     def __init__(self, study: Study, num_workers: int) -> None:
@@ -101,7 +102,7 @@ class _Work:
     def _one(self, name: str, log: Path, work: Callable[[], object]) -> None:
         """What all else needs, in a process of its own. Raises MesetaError where it fails."""
         log.unlink(missing_ok=True)
-        for done in run_jobs([CommandJob(name, log, [partial(_start_work, work)])], 1, self._signals):
+        for done in run_jobs([CommandJob(name, log, [work_step(work, PROCESS)])], 1, self._signals):
             self._leave_if_told()
             if done.code:
                 raise MesetaError(last_words(log))
@@ -142,21 +143,13 @@ class _Work:
             raise typer.Exit(128 + self._signals.number)
 
 
-def _steps(run: SuiteRun) -> list[Callable[[int], BaseProcess]]:
+def _steps(run: SuiteRun) -> list[Start]:
     """Train, where that is not done, without a look at test; then, of the settings chosen, one look."""
     from meseta.train.quality.scoring import score
 
-    train = partial(_start_command, ["train", str(run.config), *run.overrides, "--no-test"])
-    steps: list[Callable[[int], BaseProcess]] = [] if run.is_trained() else [train]
-    return [*steps, partial(_start_work, partial(score, run))] if run.reads_test else steps
-
-
-def _start_command(arguments: Sequence[str], out: int) -> BaseProcess:
-    return start_command(arguments, "meseta quality", out=out, err=out)
-
-
-def _start_work(work: Callable[[], object], out: int) -> BaseProcess:
-    return start_work(work, "meseta quality", out=out, err=out)
+    train = command_step(["train", str(run.config), *run.overrides, "--no-test"], PROCESS)
+    steps: list[Start] = [] if run.is_trained() else [train]
+    return [*steps, work_step(partial(score, run), PROCESS)] if run.reads_test else steps
 
 
 def _check(study: Study) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
-from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.forked import start_command
-from meseta.cli.jobs import CommandJob, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, command_step, last_words, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
@@ -138,12 +135,8 @@ def _command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
 
 def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
     """A training in a process of its own; its exit code."""
-    start = partial(_start, arguments)
-    return next((done.code for done in run_jobs([CommandJob("meseta trial", log, [start])], 1, signals)), 1)
-
-
-def _start(arguments: Sequence[str], out: int) -> BaseProcess:
-    return start_command(arguments, "meseta trial", out=out, err=out)
+    job = CommandJob("meseta trial", log, [command_step(arguments, "meseta trial")])
+    return next((done.code for done in run_jobs([job], 1, signals)), 1)
 
 
 def _print(ranked: Sequence[Result]) -> None:
