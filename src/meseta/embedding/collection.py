@@ -319,8 +319,9 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
             self._forget_rows()
             if flight.clip is not None:
                 self._update_clipped(flight, flight.clip, whole, moved)
-            for fused in self._fused if flight.clip is None else ():
-                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
+            else:
+                for fused in self._fused:
+                    step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
         self.step += 1
 
     def _update_clipped(self, flight: Flight[CheckedIds], clip: Clip, whole: OwnedIds, moved: Sequence[Tensor]) -> None:

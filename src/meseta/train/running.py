@@ -109,22 +109,21 @@ class RunningFigures:
             for task, columns in window.get_state().items():
                 self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
             so_far = {task: _lifetime_figures(self._lifetime[task].compute()) for task in self.tasks}
-        [so_far, *_] = self._world.gather_objects(so_far)
+        [(so_far, terms), *_] = self._world.gather_objects((so_far, self._take_terms()))
         by_task = {task: {**_figures(metrics[task]), "lifetime": so_far[task]} for task in self.tasks}
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
         first = by_task[self.tasks[0]]
-        terms = self._take_terms()
         if len(self.tasks) > 1:
             return {"loss": total, **terms, **first, "tasks": by_task}
         return {"loss": total, **terms, **{name: value for name, value in first.items() if name != "logloss"}}
 
     def _take_terms(self) -> dict[str, Any]:
-        """Means of the terms of the loss, by name; nothing where there are none. Collective."""
-        sums, weight = self._terms, self._terms_weight or 1.0
-        [found, *_] = self._world.gather_objects({name: one / weight for name, one in sums.items()})
+        """Means of the terms of the loss, by name; nothing where there are none. Where a run was resumed, rank 0 alone
+        knows of what was before."""
+        means = {name: one / (self._terms_weight or 1.0) for name, one in self._terms.items()}
         self._terms, self._terms_weight = {}, 0.0
-        return {"loss_terms": found} if found else {}
+        return {"loss_terms": means} if means else {}
 
     def take_row_traffic(self, embeddings: Collection[Any], num_steps: int) -> dict[str, Any]:
         """Of tables whose rows lie far, per step since the line before, over all ranks; nothing where there are none.

@@ -192,13 +192,14 @@ class Study:
 
     def tuning(self, entry: SuiteEntry) -> Round:
         """The trials of all configs, in turns, so that none is ahead of the others."""
-        settings = {name: self.suite.settings(name) for name in self.suite.names_on(entry)}
-        runs = [
-            self._run(entry, name, own[number], number)
-            for number in range(self.suite.trials)
-            for name, own in settings.items()
-        ]
+        of_configs = [self._trials(entry, name) for name in self.suite.names_on(entry)]
+        runs = [run for of_number in zip(*of_configs, strict=True) for run in of_number]
         return self._round(entry, self.suite.first_seed, runs)
+
+    def _trials(self, entry: SuiteEntry, name: str) -> list[SuiteRun]:
+        """Of one config."""
+        settings = self.suite.settings(name)
+        return [self._run(entry, name, own, number) for number, own in enumerate(settings)]
 
     def fresh(self, entry: SuiteEntry, seed: int) -> Round:
         """Each config with the settings that its trials have chosen; without those whose trials have all failed."""
@@ -251,8 +252,7 @@ class Study:
         """The settings of the best trial by the valid split; None where none has ended."""
         if not self.suite.trials:
             return {}
-        runs = [run for run in self.tuning(entry).runs if run.name == name]
-        results = [Result(run.trial, run.trial.summary()) for run in runs]
+        results = [Result(run.trial, run.trial.summary()) for run in self._trials(entry, name)]
         best = rank(results, self.suite.choose_by)[0]
         return None if best.figure(self.suite.choose_by) is None else dict(best.trial.settings)
 
