@@ -1,10 +1,11 @@
 """Samples a second of the interaction models in training, beside the same models in torch's modules.
 
-    python benchmarks/bench_models.py [--quick] [MODEL ...]
+    python benchmarks/bench_models.py [--quick] [--device cuda] [--batch 2048] [MODEL ...]
 
 Criteo's 26 tables of 16 columns, 13 dense inputs, 2,048 samples, two threads, SGD; ours through `Pipeline` as
 `meseta train` has it, in float32 and bfloat16, and torch's with an nn.EmbeddingBag(sparse=True) per table. Both start
 from the same weights and must have the same logits. Steps of all three in turns, in one process; the median counts.
+On a GPU batches come from pinned memory and the time of a turn, at whose end the device is waited for, is divided.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from typing import Any, cast
 
@@ -40,28 +42,41 @@ ROUNDS, STEPS = 15, 6
 class PlainTraining:
     """A model of torch's modules with its tables, and its optimizer."""
 
-    def __init__(self, name: str, training: Training) -> None:
+    def __init__(self, name: str, training: Training, device: str) -> None:
+        self.device = device
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, _weight=torch.full((rows, DIM), FILL))
+            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, _weight=torch.full((rows, DIM), FILL, device=device))
             for rows in training.traffic.rows
         )
-        self.model = PLAIN[name]()
+        self.model = PLAIN[name]().to(device)
         self.optimizer = torch.optim.SGD([*self.tables.parameters(), *self.model.parameters()], lr=LR)
 
+    def moved(self, array: Any) -> Tensor:
+        return pinned(array, self.device).to(self.device, non_blocking=True)
+
     def logits(self, samples: Samples) -> Tensor:
-        ids = torch.from_numpy(samples.ids)
+        ids = self.moved(samples.ids)
         vectors = torch.stack([table(ids[f]) for f, table in enumerate(self.tables)], dim=1)
-        return cast(Tensor, self.model(torch.from_numpy(samples.dense), vectors))
+        return cast(Tensor, self.model(self.moved(samples.dense), vectors))
 
     def step(self, samples: Samples) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.binary_cross_entropy_with_logits(self.logits(samples), torch.from_numpy(samples.label))
+        loss = nn.functional.binary_cross_entropy_with_logits(self.logits(samples), self.moved(samples.label))
         loss.backward()
         self.optimizer.step()
         loss.item()  # ours looks at it as well
 
 
-def our_model(name: str, training: Training, dtype: DenseDtype) -> Any:
+def pinned(array: Any, device: str) -> Tensor:
+    """Of an array that batches share; pinned once, where it lies, if a GPU copies from it."""
+    tensor = torch.from_numpy(array)
+    if device == "cuda" and not tensor.is_pinned():
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    return tensor
+
+
+def our_model(name: str, training: Training, dtype: DenseDtype, device: str) -> Any:
     spec = OptimizerSpec(name="sgd", lr=LR)
     init = InitSpec(kind="constant", scale=FILL)
     tables = [
@@ -69,8 +84,8 @@ def our_model(name: str, training: Training, dtype: DenseDtype) -> Any:
         for f, rows in enumerate(training.traffic.rows)
     ]
     features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
-    collection = EmbeddingBagCollection(tables, features)
-    return make_model(ModelConfig(name=name), collection, NUM_DENSE, 0, dtype)
+    collection = EmbeddingBagCollection(tables, features, device=device)
+    return make_model(ModelConfig(name=name), collection, NUM_DENSE, 0, dtype).to(device)
 
 
 def copy_weights(model: Any, plain: PlainTraining) -> None:
@@ -83,61 +98,73 @@ def copy_weights(model: Any, plain: PlainTraining) -> None:
 
 def check(model: Any, plain: PlainTraining, samples: Samples) -> None:
     """Stops where ours and torch's have other logits."""
+    batch = make_batch(samples).to(plain.device)
     with torch.no_grad():
-        ours, theirs = model(torch.from_numpy(samples.dense), make_batch(samples).sparse), plain.logits(samples)
+        ours, theirs = model(batch.dense, batch.sparse), plain.logits(samples)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def in_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of a step."""
+def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
+    """Median seconds of a step; of a turn's mean step on a GPU, which works on while the host does."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    timed = 1 if device == "cpu" else STEPS
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            for _ in range(STEPS):
+            for _ in range(STEPS // timed):
                 start = time.perf_counter()
-                step()
+                for _ in range(timed):
+                    step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 if turn:  # the first warms up
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append((time.perf_counter() - start) / timed)
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def measure(name: str, training: Training, rounds: int) -> dict[str, float]:
+def measure(name: str, training: Training, rounds: int, device: str) -> dict[str, float]:
     """Samples a second, by contender."""
     samples = make_samples(training)
-    plain = PlainTraining(name, training)
+    plain = PlainTraining(name, training, device)
     steps: dict[str, Callable[[], object]] = {}
     dtypes: tuple[DenseDtype, ...] = ("float32", "bfloat16")
     for dtype in dtypes:
-        model = our_model(name, training, dtype)
+        model = our_model(name, training, dtype, device)
         if dtype == "float32":
             copy_weights(model, plain)
             check(model, plain, samples[0])
-        running: Iterator[Any] = make_pipeline(model, LR, World.single()).steps(map(make_batch, cycle(samples)))
+        pipeline = make_pipeline(model, LR, World.single(device))
+        running: Iterator[Any] = pipeline.steps(map(make_batch, cycle(samples)))
         steps[dtype] = running.__next__
     turn = cycle(samples)
     steps["torch"] = lambda: plain.step(next(turn))
-    return {who: training.traffic.batch_size / seconds for who, seconds in in_turns(steps, rounds).items()}
+    return {who: training.traffic.batch_size / seconds for who, seconds in in_turns(steps, rounds, device).items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(PLAIN))
     parser.add_argument("--quick", action="store_true", help="small tables and two turns: to try the command")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, default=2048, help="samples of one")
     chosen = parser.parse_args()
     torch.set_num_threads(2)
     keep_freed_memory()
     [training] = (one for one in E2E if one.name == "d16_2k")
+    training = replace(training, traffic=replace(training.traffic, batch_size=chosen.batch))
     if chosen.quick:
         training = Training(
             traffic=small(training.traffic, max_rows=1000, max_batch=256), bottom_mlp=(8,), top_mlp=(8,)
         )
+    case = "" if chosen.batch == 2048 else f"B {chosen.batch} "
+    if chosen.device == "cuda":
+        case += f"{torch.cuda.get_device_name()} "
     for name in chosen.models:
-        rates = measure(name, training, 2 if chosen.quick else ROUNDS)
+        rates = measure(name, training, 2 if chosen.quick else ROUNDS, chosen.device)
         for dtype in ("float32", "bfloat16"):
             if chosen.quick:
                 print(name, {who: round(rate) for who, rate in rates.items()})
             else:
-                record("models", f"{name} {dtype}", "training", rates[dtype], "samples/s", peer="torch modules",
+                record("models", case + f"{name} {dtype}", "training", rates[dtype], "samples/s", peer="torch modules",
                        peer_value=rates["torch"])  # fmt: skip
 
 

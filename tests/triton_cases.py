@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meseta.ops.id_policy import reference as ids_reference
 from meseta.ops.pooled_lookup import reference as lookup_reference
 from meseta.ops.row_lookup import reference as rows_reference
 from meseta.ops.row_marks import Consumer, RowMarks
@@ -20,6 +23,18 @@ from meseta.ops.row_update.call import UpdateCall, read_features
 from meseta.ops.weight_gradient import reference as weights_reference
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Any wait of the host for the device is an error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def ragged(random: np.random.Generator, num_bags: int, max_length: int) -> Any:
@@ -85,6 +100,26 @@ def check_lookup(case: Lookup, device: str) -> None:
     if got.numel():
         assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
     assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"
+
+
+def check_repaired_ids(case: Lookup, device: str, seed: int = 0) -> None:
+    """All ids of a case, a third of them outside; nothing is rounded, so all is equal."""
+    from meseta.ops.id_policy import triton
+
+    random = np.random.default_rng(seed)
+    num_bags = (case.offsets.numel() - 1) // len(case.tables)
+    strange = [-1, 7, 2**31 - 1, -(2**31)] + [2**63 - 1, -(2**63), 2**40] * (case.ids.dtype == torch.int64)
+    ids = torch.where(
+        torch.from_numpy(random.random(case.ids.numel()) < 1 / 3),
+        torch.from_numpy(random.choice(strange, case.ids.numel())),
+        case.ids,
+    ).to(case.ids.dtype)
+    bags = [num_bags * feature for feature in range(len(case.tables) + 1)]
+    policies = random.choice([0, 2, 3], len(case.tables)).tolist()
+    rest = (bags, [table.shape[0] for table in case.tables], policies)
+    got = triton.check_ids(ids.to(device), case.offsets.to(device), *rest)
+    for mine, plain in zip(got, ids_reference.check_ids(ids, case.offsets, *rest), strict=True):
+        assert mine.dtype == torch.int64 and torch.equal(mine.cpu(), plain)
 
 
 def check_row_lookup(case: Lookup, device: str) -> None:

@@ -11,6 +11,7 @@ from codec_cases import NAMES, check_decode, decode_case, make_case, same_as_ref
 from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns
 from meseta.spec.codecs import CODECS
 from sampling import product, sample
+from triton_cases import no_wait
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
@@ -49,11 +50,8 @@ def call(name: str, drawn: bool = False) -> tuple[Any, torch.Tensor, torch.Tenso
 def test_the_host_does_not_wait_and_a_graph_follows_its_inputs(name: str) -> None:
     run, values, _, back = call(name, drawn=name in ("fp8", "int8"))
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -3,9 +3,7 @@ triton and PYTHONPATH=src, and nothing else."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +21,13 @@ from triton_cases import (
     check_found_inf,
     check_lookup,
     check_marks,
+    check_repaired_ids,
     check_row_lookup,
     check_update,
     check_weight_gradient,
     copied,
     lookup_case,
+    no_wait,
     update_case,
     updated,
 )
@@ -47,18 +47,6 @@ UPDATES = product(
     dtype=TYPES,
     seed=[0, 1],
 )
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    """Any wait of the host for the device is an error."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def on_device(call: Any, step: int) -> Any:
@@ -86,6 +74,7 @@ def test_lookups(case: dict[str, Any]) -> None:
     check_lookup(given, "cuda")
     check_row_lookup(given, "cuda")
     check_weight_gradient(given, "cuda")
+    check_repaired_ids(given, "cuda", case["seed"])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

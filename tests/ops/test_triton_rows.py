@@ -1,4 +1,4 @@
-"""The Triton kernels of row_lookup and weight_gradient under Triton's interpreter; tests/gpu has the same cases."""
+"""The Triton kernels of row_lookup, weight_gradient and id policies, interpreted; tests/gpu has the same cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 
 from meseta.ops.row_lookup import triton as rows
 from meseta.ops.weight_gradient import triton as weights
-from triton_cases import TYPES, check_row_lookup, check_weight_gradient, lookup_case
+from triton_cases import TYPES, check_repaired_ids, check_row_lookup, check_weight_gradient, lookup_case
 
 MATRIX = product(
     dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [8] * 9],
@@ -35,6 +35,11 @@ def test_rows(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", sample(MATRIX, 25, seed=1))
 def test_gradients_of_weights(case: dict[str, Any]) -> None:
     check_weight_gradient(lookup_case(**case), "cpu")
+
+
+@pytest.mark.parametrize("case", sample(MATRIX, 25, seed=2))
+def test_ids_outside_their_tables(case: dict[str, Any]) -> None:
+    check_repaired_ids(lookup_case(**case), "cpu", case["seed"])
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 2**40, -(2**63)])

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from meseta.ops import triton_shared
 from meseta.ops.codec import triton_kernels as codec
+from meseta.ops.id_policy import triton as id_policy
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
@@ -68,6 +69,16 @@ def rows(architecture: int) -> dict[str, Any]:
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "repair": (
+            id_policy._repair,
+            dict.fromkeys(("fixed", "counts", "words"), WORDS)
+            | {"ids": INTS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
+        ),
+        "first": (
+            id_policy._name_first,
+            dict.fromkeys(("first_error", "counts", "words"), WORDS)
+            | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
+        ),
         "addresses": (triton_shared._write, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
         "items": (

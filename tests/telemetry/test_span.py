@@ -33,8 +33,8 @@ class Event:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.passed_s = stream, -1.0
 
-    def record(self) -> None:
-        self.passed_s = max(self.stream.done_s, self.stream.host_s)
+    def record(self, stream: Stream) -> None:
+        self.stream, self.passed_s = stream, max(stream.done_s, stream.host_s)
 
     def query(self) -> bool:
         return self.stream.host_s >= self.passed_s
@@ -52,7 +52,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def timed(stream: Stream) -> StageTimes:
-    return StageTimes(DeviceClock(lambda: Event(stream), stream.wait))
+    return StageTimes(DeviceClock(lambda: Event(stream), lambda: stream, stream.wait))
 
 
 def step(times: StageTimes, stream: Stream) -> None:
@@ -144,19 +144,17 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
 
 def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream) -> None:
     """Beside the stages, which are as long as without them, and also before the last event that was read."""
-    side, current = Stream(), [stream]
-    times = StageTimes(DeviceClock(lambda: Event(current[0]), stream.wait))
+    side, times = Stream(), timed(stream)
     step(times, stream)
-    with times.copying(7):  # before anything is kept
+    with times.copying(7, side):  # before anything is kept
         pass
     stream.host_s += 100.0
     times.record()
     began_s = stream.host_s
     for number in range(2):
-        side.host_s, current[0] = stream.host_s, side
-        with times.copying(1000 + number):
+        side.host_s = stream.host_s
+        with times.copying(1000 + number, side):
             side.compute(0.5)
-        current[0] = stream
         step(times, stream)
     spans = times.recorded()
     side.host_s = stream.host_s

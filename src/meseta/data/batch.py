@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,29 +57,21 @@ class Batch:
         places = torch.nonzero(~self.dense.isfinite()).tolist()
         return None if not places else (*places[0], float(self.dense[tuple(places[0])]))
 
-    def pin_memory(self) -> Batch:
-        """The same in memory that a GPU reads by itself."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """The same with others in place of `tensors`, such as copies on another device."""
+        others = iter(tensors)
+        sparse = self.sparse
         return replace(
             self,
-            dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            label=self.label.pin_memory(),
-            weight=None if self.weight is None else self.weight.pin_memory(),
-            group=None if self.group is None else self.group.pin_memory(),
+            dense=next(others),
+            sparse=sparse.copied(next(others), next(others), None if sparse.weights is None else next(others)),
+            label=next(others),
+            weight=None if self.weight is None else next(others),
+            group=None if self.group is None else next(others),
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-
-        return Batch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            label=self.label.to(device, non_blocking=non_blocking),
-            weight=move(self.weight),
-            group=move(self.group),
-            num_padding=self.num_padding,
-            position=self.position,
-        )
+        if self.label.device == torch.device(device):
+            return self
+        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])

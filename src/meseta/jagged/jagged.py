@@ -246,23 +246,19 @@ class KeyedJaggedTensor:
         """The same on another device."""
         if torch.device(device) == self.values.device:
             return self
-        moved = KeyedJaggedTensor(
-            keys=self.keys,
-            values=self.values.to(device, non_blocking=non_blocking),
-            lengths=self.lengths.to(device, non_blocking=non_blocking),
-            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
-            batch_sizes=self.batch_sizes,
-        )
-        moved.__dict__["key_offsets"] = self.key_offsets
-        return moved
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        values, lengths = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths))
+        return self.copied(values, lengths, weights)
 
-    def pin_memory(self) -> KeyedJaggedTensor:
-        """The same in memory that a GPU reads by itself."""
+    def copied(
+        self, values: Int[Tensor, " nnz"], lengths: Int[Tensor, " bags"], weights: Float[Tensor, " nnz"] | None
+    ) -> KeyedJaggedTensor:
+        """The same whose tensors the caller has copied, as to another device; nothing is counted anew."""
         return self._derived(
             keys=self.keys,
-            values=self.values.pin_memory(),
-            lengths=self.lengths.pin_memory(),
-            weights=None if self.weights is None else self.weights.pin_memory(),
+            values=values,
+            lengths=lengths,
+            weights=weights,
             batch_sizes=self.batch_sizes,
             key_offsets=self.key_offsets,
         )

@@ -496,4 +496,5 @@ class Pipeline:
 
 def _device_clock() -> DeviceClock:
     """Of this rank's GPU."""
-    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), torch.cuda.synchronize)
+    new_event = partial(torch.cuda.Event, enable_timing=True)
+    return DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize)

@@ -50,27 +50,36 @@ class DeviceClock:
     device that stands idle while the host does something counts as that.
     """
 
-    def __init__(self, new_event: Callable[[], Any], wait: Callable[[], object]) -> None:
-        """`new_event` makes an event as torch.cuda.Event(enable_timing=True) does; `wait` waits for the device."""
-        self._new_event, self.wait = new_event, wait
+    def __init__(
+        self, new_event: Callable[[], Any], current_stream: Callable[[], Any], wait: Callable[[], object]
+    ) -> None:
+        """`new_event` makes an event as torch.cuda.Event(enable_timing=True) does; `wait` waits for the device. The
+        current stream is asked for once in a step: to ask takes longer than to mark."""
+        self._new_event, self._current_stream, self.wait = new_event, current_stream, wait
+        self._stream: Any = None
         self._last: Any = None
         self._last_s = 0.0
         self._aligned: tuple[Any, float] = None, 0.0
         """The event by which it was set, and when that was."""
 
-    def mark(self) -> Any:
-        """An event in the current stream."""
+    def begin_step(self) -> None:
+        """Mark the stream that is the current one now, until the next step."""
+        self._stream = self._current_stream()
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event in a stream, by default that of the step."""
         if self._last is None:
             self.align()
         event = self._new_event()
-        event.record()
+        event.record(self._stream if stream is None else stream)
         return event
 
     def align(self) -> None:
         """Set it by the host's clock, when all that was marked is told: an idle stream passes an event at once."""
         self.wait()
+        self.begin_step()
         self._last = self._new_event()
-        self._last.record()
+        self._last.record(self._stream)
         self._last_s = time.perf_counter()
         self._aligned = self._last, self._last_s
 
@@ -142,15 +151,17 @@ class StageTimes:
         outer.append(timed)
 
     @contextmanager
-    def copying(self, num_bytes: int) -> Iterator[None]:
-        """Time a copy in a stream beside that of the stages, which is the current one inside; kept since `record`."""
-        begin = None if self._recorded is None else self._mark()
+    def copying(self, num_bytes: int, stream: Any) -> Iterator[None]:
+        """Time a copy in a stream beside that of the stages; kept since `record`."""
+        begin = None if self._recorded is None else self._mark(stream)
         yield
         if begin is not None:
-            self._copies.append((self._num_steps + len(self._ended), num_bytes, begin, self._mark()))
+            self._copies.append((self._num_steps + len(self._ended), num_bytes, begin, self._mark(stream)))
 
     def begin_step(self) -> None:
         """A step is asked for; what was timed since the end of the one before lies between them."""
+        if self._clock is not None:
+            self._clock.begin_step()
         self._begin = self._mark()
 
     def end_step(self) -> None:
@@ -194,8 +205,8 @@ class StageTimes:
         seconds = self._seconds_of if self._clock is None else self._clock.seconds_beside
         return [CopySpan(step, size, seconds(begin), seconds(end)) for step, size, begin, end in copies]
 
-    def _mark(self) -> Any:
-        return time.perf_counter() if self._clock is None else self._clock.mark()
+    def _mark(self, stream: Any = None) -> Any:
+        return time.perf_counter() if self._clock is None else self._clock.mark(stream)
 
     def _is_known(self, mark: Any) -> bool:
         return self._clock is None or self._clock.is_known(mark)

@@ -6,6 +6,7 @@ import math
 from itertools import cycle
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -114,11 +115,12 @@ def make_pipeline(
 def make_batch(samples: Samples) -> Batch:
     """As the reader gives it: the KeyedJaggedTensor is new in every step."""
     num_features, batch_size, bag_size = samples.ids.shape
-    sparse = KeyedJaggedTensor(
-        keys=tuple(f"f{f}" for f in range(num_features)),
-        values=torch.from_numpy(samples.ids.reshape(-1)),
-        lengths=torch.full((num_features * batch_size,), bag_size),
-    )
+    keys, values = tuple(f"f{f}" for f in range(num_features)), torch.from_numpy(samples.ids.reshape(-1))
+    if bag_size == 1:
+        sparse = KeyedJaggedTensor.of_single_ids(keys, values)
+    else:
+        lengths = torch.from_numpy(np.full(num_features * batch_size, bag_size))
+        sparse = KeyedJaggedTensor(keys, values, lengths)
     return Batch(dense=torch.from_numpy(samples.dense), sparse=sparse, label=torch.from_numpy(samples.label))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float
+from meseta.ops.device_words import device_words
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,5 +44,8 @@ def _vectors(x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
     """x and the embeddings as [B, F + 1, D], and where the lower triangle of their products lies, row by row."""
     vectors = torch.cat([x.to(pooled.dtype), pooled], dim=1).unflatten(1, (-1, x.shape[1]))
     size = vectors.shape[1]
+    if x.is_cuda:  # where each operator is a launch
+        places = tuple(row * size + column for row in range(size) for column in range(row))
+        return vectors, device_words(places, x.device)
     rows, columns = torch.tril_indices(size, size, offset=-1, device=x.device)
     return vectors, rows * size + columns

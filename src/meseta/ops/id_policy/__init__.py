@@ -51,12 +51,16 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
             f"apply_id_policy: {len(num_rows)} numbers of rows and {len(policies)} policies for {len(kjt.keys)} "
             "features; give one of each per feature"
         )
-    on_cpu = kjt.values.device.type == "cpu"
-    num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
-    if on_cpu and not num_outside.any():
-        return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)
     first_bags = list(accumulate(kjt.batch_sizes, initial=0))
     numbers = [POLICIES.index(policy) for policy in policies]
+    if kjt.values.is_cuda and "drop" not in policies:
+        from meseta.ops.id_policy import triton
+
+        ids, num_outside, first_error = triton.check_ids(kjt.values, kjt.offsets, first_bags, num_rows, numbers)
+        return CheckedIds(kjt=kjt.with_values(ids), num_outside=num_outside, first_error=first_error)
+    num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
+    if kjt.values.is_cpu and not num_outside.any():
+        return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)
     ids, lengths, kept, first_error = _fix(kjt.values, kjt.lengths, first_bags, list(num_rows), numbers)
     if kept.numel() == kjt.values.numel():
         return CheckedIds(kjt=kjt.with_values(ids), num_outside=num_outside, first_error=first_error)

@@ -54,6 +54,17 @@ def fix_ids(
     return fixed, lengths.clone(), kept, first_error
 
 
+def check_ids(
+    ids: Tensor, offsets: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `fix_ids` and `count_outside` give where no policy is DROP: ids after the policies, how many of each feature
+    are outside [F], and (feature, sample, id) of the first that ERROR refuses, or -1. Bag g of the ids begins at
+    offsets[g]; feature f has the bags from first_bags[f] on [F + 1]."""
+    fixed, _, _, first_error = fix_ids(ids, offsets.diff(), first_bags, num_rows, policies)
+    bounds = offsets[torch.tensor(list(first_bags), device=offsets.device)].tolist()
+    return fixed, count_outside(ids, bounds, num_rows), first_error
+
+
 def mix(ids: Tensor) -> Tensor:
     """SplitMix64 without its highest bit."""
     return splitmix64(ids) & 0x7FFFFFFFFFFFFFFF
