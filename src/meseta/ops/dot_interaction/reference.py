@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,7 +46,11 @@ def _vectors(x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
     vectors = torch.cat([x.to(pooled.dtype), pooled], dim=1).unflatten(1, (-1, x.shape[1]))
     size = vectors.shape[1]
     if x.is_cuda:  # where each operator is a launch
-        places = tuple(row * size + column for row in range(size) for column in range(row))
-        return vectors, device_words(places, x.device)
+        return vectors, device_words(_lower_triangle(size), x.device)
     rows, columns = torch.tril_indices(size, size, offset=-1, device=x.device)
     return vectors, rows * size + columns
+
+
+@lru_cache
+def _lower_triangle(size: int) -> tuple[int, ...]:
+    return tuple(row * size + column for row in range(size) for column in range(row))

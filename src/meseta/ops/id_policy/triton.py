@@ -65,7 +65,7 @@ def _mix(ids):
     return ((mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_features"])
 @no_type_check
 def _repair(fixed, counts, ids, offsets, words, num_features, num_ids):
     at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
@@ -79,10 +79,11 @@ def _repair(fixed, counts, ids, offsets, words, num_features, num_ids):
     repaired = tl.where(policy == HASH, _mix(row) % limit, tl.where(policy == CLAMP, nearest, 0))
     tl.store(fixed + at, tl.where(outside, repaired, row), mask=live)
     tl.atomic_add(counts + feature, 1, mask=outside)
-    tl.atomic_max(counts + num_features + at * 0, num_ids - at, mask=outside & (policy == ERROR))
+    refused = tl.where(outside & (policy == ERROR), num_ids - at, 0)
+    tl.atomic_max(counts + num_features, tl.max(refused, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_features"])
 @no_type_check
 def _name_first(first_error, counts, ids, offsets, words, num_features, num_ids):
     left = tl.load(counts + num_features)
