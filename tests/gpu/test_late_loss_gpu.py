@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,7 @@ def test_a_copy_runs_beside_the_computation(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
-    streams = {
-        kind: {
-            event["args"]["stream"] for event in events if event.get("cat") == kind and kind in ("kernel", "gpu_memcpy")
-        }
-        for kind in ("kernel", "gpu_memcpy")
-    }
-    assert streams["gpu_memcpy"] - streams["kernel"], streams
+    kernels = Counter(event["args"]["stream"] for event in events if event.get("cat") == "kernel")
+    [(computing, _)] = kernels.most_common(1)  # the other one fills what these tests leave no memory without
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
+    assert any(event["args"]["stream"] != computing for event in copies), (kernels, copies)

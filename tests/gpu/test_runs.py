@@ -108,6 +108,12 @@ def test_a_run_goes_from_one_device_to_the_other(tiny: Path, tmp_path: Path) -> 
     assert figure_of_test(run_dir, "logloss") == pytest.approx(logloss, abs=1e-4)
 
 
+def test_one_rank_is_verified_on_its_own_device(tiny: Path, tmp_path: Path) -> None:
+    """Equal bits are promised there, which a CPU and a GPU have not."""
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", device=DEVICE))
+    command("verify", config, "--nproc", "1", "--steps", "3")
+
+
 def test_eval_and_predict_equal_the_run(tiny: Path, tmp_path: Path) -> None:
     _, run_dir = run(tiny, tmp_path, model__name="deepfm")
     scores = json.loads(command("eval", run_dir).out)

@@ -15,6 +15,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.spec import Communication, MesetaError, Plan, ShardingType, TableSpec
 from meseta.storage import ROW
+from meseta.train.setup.build import choose_device
 from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import open_dataset
 from meseta.train.verify.rules import (
@@ -88,7 +89,7 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     at_home = [entry.table for entry in plan.tables if entry.sharding is ShardingType.DATA_PARALLEL]
     for phase in PHASES:
         comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
-        for own in run_steps(alone, World.single(), phase, num_steps, num_ranks, at_home):
+        for own in run_steps(alone, World.single(choose_device(config)), phase, num_steps, num_ranks, at_home):
             comparison.step(own)
         comparison.strays(num_steps)
         del own, comparison  # the model of this phase, before the next makes its own
