@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import meseta
 from meseta.machine.waiting import CHOICES, WAITING
 from small_run import metrics, settings, write_config
 from source_tree import ROOT
@@ -202,3 +204,8 @@ def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:
     variables["PYTHONPATH"] = str(ROOT / "src")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=True)
     assert done.stdout.split() == [*WAITING.values(), "False"]
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert code == 0 and out == f"meseta {meseta.__version__}, torch {version('torch')}\n"

@@ -6,9 +6,11 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import Annotated
 
 import typer
 
+import meseta
 from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
@@ -30,6 +32,7 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import MesetaError, one_line
+from meseta.machine.environment import version_of
 from meseta.machine.processes import leave_at_once, remove_all_scratch
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
@@ -42,7 +45,6 @@ LAST_WORDS_S = 5.0
 
 app = typer.Typer(
     name="meseta",
-    help="Train recommendation models whose embedding tables are larger than one device.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,6 +67,21 @@ app.add_typer(readers_app, name="readers")
 app.add_typer(topology_app, name="topology")
 app.command()(calibrate)
 app.command()(doctor)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"meseta {meseta.__version__}, torch {version_of('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the versions and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Train recommendation models whose embedding tables are larger than one device."""
 
 
 class Interrupted(BaseException):
