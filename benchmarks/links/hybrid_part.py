@@ -129,5 +129,6 @@ def set_rate(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> str
             hosts.reshape(f"{8 * inside / INSIDE_OVER_ACROSS / 1e6:.1f}mbit")
         across = reached
     print(f"{layout}: ranks of a host send each other {8 * inside / 1e6:,.0f} Mbit/s; a host's link lets "
-          f"{hosts.across} through, of which they reach {8 * across / 1e6:,.0f}: 1 / {inside / across:.1f}", flush=True)  # fmt: skip
+          f"{hosts.across} through, of which they reach {8 * across / 1e6:,.0f}: 1 / {inside / across:.1f}",
+          flush=True)  # fmt: skip
     return hosts.across
