@@ -100,7 +100,8 @@ def _tell(
             "yes" if is_met else "NO",
         ])  # fmt: skip
         case = f"{layout} {name}, {rate}"
-        options.record(case, "step", step_s, "s", peer=BASE, peer_value=base)
+        if name != BASE:
+            options.record(case, "step", step_s, "s", peer=BASE, peer_value=base)
         options.record(case, "bytes across", sent, "bytes", peer="computed", peer_value=num_bytes)
     head = ("dense part", "step, ms", f"{BASE} over it", "by round", "MB a host", "computed", "error", "link busy, ms",
             *(f"waits for {kind}, ms" for kind in WAITS), "numbers a rank", "met")  # fmt: skip
