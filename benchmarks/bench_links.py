@@ -95,6 +95,9 @@ def main() -> None:
     parts = told.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"parts {', '.join(unknown)} are unknown; there are {', '.join(PARTS)}")
+    layouts = [layout(text) for text in told.layouts.split(",")]
+    if "hybrid" in parts and any(min(one.hosts, one.per_host) < 2 for one in layouts):
+        parser.error("part hybrid cuts inside hosts and over them: take --layouts of two hosts of two ranks, or more")
     options = Options(
         quick=told.quick,
         rounds=told.rounds or (2 if told.quick else 5),
@@ -105,7 +108,7 @@ def main() -> None:
         seeds=told.seeds,
         folder=told.folder,
     )
-    sys.exit(not run(parts, [layout(text) for text in told.layouts.split(",")], options))
+    sys.exit(not run(parts, layouts, options))
 
 
 if __name__ == "__main__":
