@@ -3,6 +3,7 @@
     python benchmarks/bench_links.py [--parts bits,bytes,step,predicted,peer,overlap,lanes] [--layouts 4x2,2x4]
         [--quick] [--rounds 5] [--window 3] [--peer-python PYTHON] [--before CHECKOUT] [--no-record]
     python benchmarks/bench_links.py --parts ne [--seeds 10] [--folder build/links]
+    python benchmarks/bench_links.py --parts hybrid --layouts 2x2
 
 Parts:
 - bits: checksums of all tables and dense weights after 20 steps: equal over flat and two-level exchanges, twins and
@@ -21,6 +22,9 @@ Parts:
   another checkout, where --before names one.
 - ne: normalised entropy of ten seeds on two ranks by codec, beside fp32, two million test rows; what is done is kept in
   benchmarks/links_ne.json, and the same command goes on from there. It takes half an hour, and has to be asked for.
+- hybrid: DHEN of 20 million dense parameters (dense.sharding fsdp), cut inside hosts and alike on all, cut over all
+  ranks, and whole on every rank, over links of 1 / 24 of what goes inside a host: steps, bytes beside what is computed,
+  and what a step waits for. Has to be asked for.
 
 Bytes and steps need network namespaces, see docs/testbed.md; without them these parts say so. Prints tables, and
 appends figures to benchmarks/results.csv (not with --quick). Exits with 1 where a part misses what it must reach.
@@ -32,7 +36,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from links import bits_part, bytes_part, lanes_part, ne_part, overlap_part, steps_part
+from links import bits_part, bytes_part, hybrid_part, lanes_part, ne_part, overlap_part, steps_part
 from links.timing import Options
 from links.variants import Layout
 from record import ROOT
@@ -40,7 +44,9 @@ from record import ROOT
 from hosts import why_impossible
 
 TIMED = ("step", "predicted", "peer")
-PARTS = ("bits", "bytes", *TIMED, "overlap", "lanes", "ne")
+ASKED = ("ne", "hybrid")
+"""Left out unless they are named."""
+PARTS = ("bits", "bytes", *TIMED, "overlap", "lanes", *ASKED)
 
 
 def layout(text: str) -> Layout:
@@ -56,7 +62,7 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
         good &= bits_part.compare_bits(options)
     if "lanes" in parts:
         good &= lanes_part.measure_lanes(options, why)
-    if why is not None and {"bytes", "overlap", *TIMED} & set(parts):
+    if why is not None and {"bytes", "overlap", "hybrid", *TIMED} & set(parts):
         print(f"bytes and steps are left out, since this machine makes no slow links: {why}")
         layouts = []
     for one in layouts:
@@ -64,6 +70,8 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
             good &= bytes_part.measure_bytes(one, options)
         if "overlap" in parts:
             good &= overlap_part.measure_overlap(one, options)
+        if "hybrid" in parts:
+            good &= hybrid_part.measure_hybrid(one, options)
         if set(TIMED) & set(parts):
             good &= steps_part.measure_steps(one, parts, options)
     if "ne" in parts:
@@ -73,7 +81,7 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(name for name in PARTS if name != "ne"))
+    parser.add_argument("--parts", default=",".join(name for name in PARTS if name not in ASKED))
     parser.add_argument("--layouts", default="4x2,2x4", help="hosts x ranks of each")
     parser.add_argument("--rounds", type=int, help="windows of each variant")
     parser.add_argument("--window", type=float, help="seconds of a window")
@@ -87,6 +95,9 @@ def main() -> None:
     parts = told.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"parts {', '.join(unknown)} are unknown; there are {', '.join(PARTS)}")
+    layouts = [layout(text) for text in told.layouts.split(",")]
+    if "hybrid" in parts and any(min(one.hosts, one.per_host) < 2 for one in layouts):
+        parser.error("part hybrid cuts inside hosts and over them: take --layouts of two hosts of two ranks, or more")
     options = Options(
         quick=told.quick,
         rounds=told.rounds or (2 if told.quick else 5),
@@ -97,7 +108,7 @@ def main() -> None:
         seeds=told.seeds,
         folder=told.folder,
     )
-    sys.exit(not run(parts, [layout(text) for text in told.layouts.split(",")], options))
+    sys.exit(not run(parts, layouts, options))
 
 
 if __name__ == "__main__":

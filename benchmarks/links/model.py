@@ -35,7 +35,7 @@ def calibrated(
     sizes = SIZES[:3] if options.quick else SIZES
     calls = 3 if options.quick else 7
     links = {
-        (level, kind): _link(ranks, layout, level, kind, sizes, calls)
+        (level, kind): measured_link(ranks, layout, level, kind, sizes, calls)
         for level in ("inside", "across")
         for kind in ("all_to_all", "all_reduce")
     }
@@ -85,7 +85,7 @@ def _slower(group: Any, factor: float) -> Any:
     return replace(group, **changed)
 
 
-def _link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
+def measured_link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
     seconds = [
         float(np.median(ranks.ask(time_collective, level=level, kind=kind, per_host=layout.per_host, num_bytes=size,
                                   num_calls=calls)))

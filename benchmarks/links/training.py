@@ -45,8 +45,13 @@ def build(shape: Training, layout: Layout, variants: Sequence[Variant]) -> None:
     samples = make_samples(shape, world.rank, world.size)
     for variant in variants:
         if variant.name not in _steps:
-            _pipelines[variant.name] = make_pipeline(shape, layout, variant, world)
-            _steps[variant.name] = _pipelines[variant.name].steps(map(make_batch, cycle(samples)))
+            keep(variant.name, make_pipeline(shape, layout, variant, world), samples)
+
+
+def keep(name: str, pipeline: Pipeline, samples: Sequence[Samples]) -> None:
+    """A pipeline of which `window` times steps, of these samples in turns."""
+    _pipelines[name] = pipeline
+    _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meseta import checkpoint
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
+from meseta.comm.dense_shards import sum_over_parts, whole
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
@@ -24,6 +26,7 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.optim.clip import global_norm
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
+from meseta.telemetry.transfers import TransferTimes
 from meseta.train.setup.build import make_specs
 from meseta.train.setup.outline import make_outline
 from small_run import predicted_memory, settings, train
@@ -135,6 +138,32 @@ def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> No
     check_equal(tmp_path / "one", tmp_path / "two", 1e-10)
 
 
+EVERYWHERE = {**HOSTS, "devices_per_host": 4}
+"""Four ranks that a plan calls one host."""
+
+
+def test_whole_cut_inside_hosts_and_cut_over_all(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """DHEN with all modules, each layer cut by itself. The norm takes away what the bias of a convolution adds; of its
+    gradient, which is rounding alone, Adam would make steps."""
+    changes = {
+        **COMMON,
+        "model": {"name": "dhen", "embedding_dim": 4, "interactions": ALL_MODULES, "layers": 2},
+        "dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "train__max_steps": 10,
+    }
+    train(settings(tiny, tmp_path / "one", **changes))
+    for name, sharding, plan in (
+        ("whole", "replicated", HOSTS),
+        ("hybrid", "fsdp", HOSTS),
+        ("everywhere", "fsdp", EVERYWHERE),
+    ):
+        ranks(4).run(train, settings(tiny, tmp_path / name, **changes, dense__sharding=sharding, plan=plan))
+        check_equal(tmp_path / "one", tmp_path / name, 1e-10)
+
+
+ALL_MODULES = {"dot": 3, "self_attention": 2, "cross": 2, "linear": 2, "convolution": 2}
+
+
 def test_taken_up_under_any_number_of_ranks_and_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     train(settings(tiny, tmp_path / "whole", **COMMON))
     cut = {**COMMON, "checkpoint__every_steps": 4}
@@ -229,8 +258,6 @@ def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
     """Run on every rank: numbers held, numbers in all, and the norm of all by parts and by torch.
 
     Where the plan is silent, the ranks are told that they were launched on two hosts."""
-    from meseta.comm.dense_shards import sum_over_parts, whole
-
     before = os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_WORLD_SIZE"] = before if "devices_per_host" in plan else "2"
     try:
@@ -252,3 +279,45 @@ def test_a_rank_holds_its_part_alone(ranks: Ranks, plan: dict[str, Any]) -> None
     for held, total, norm, expected in ranks(4).run(parts_here, plan):
         assert held == total // 2
         assert norm == pytest.approx(expected, rel=1e-12)
+
+
+INSIDE, ACROSS = "gradients of parameters", "gradients of hosts"
+
+
+def crossing_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
+    """Run on every rank of two hosts: names of the sums of some passes whose gradients add up, in the order in which
+    they were done, and how far the gradients are from those of a model that is whole. A hook may have those of one
+    parameter in the first pass, and must find them summed."""
+    names, found = list[str](), list[list[torch.Tensor]]()
+    for dense in ("fsdp", "replicated"):
+        torch.manual_seed(1)
+        world, seen = replace(World.current(), transfers=TransferTimes()), list[torch.Tensor]()
+        model: Any = shard(Head(""), {"devices_per_host": 2, "tables": {"t": "table_wise"}}, dense=dense, world=world)
+        weight = model.second.weight
+        if is_hooked and dense == "fsdp":
+            weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.to_local().clone()))
+        for number in range(num_passes):
+            ids = KeyedJaggedTensor.from_lists({"f": [[world.rank, number], [3, 4]]})
+            model.second(model.first(model.tables(ids).pooled.values)).square().mean().backward()
+        assert all(torch.equal(one, weight.grad.to_local()) for one in seen)
+        names += [span.name for span in world.transfers.latest if span.name in (INSIDE, ACROSS)]
+        found.append([whole(p.grad) for layer in (model.first, model.second) for p in layer.parameters()])
+    return names, max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_passes", "is_hooked", "order"),
+    [
+        (1, False, [INSIDE, INSIDE, ACROSS, ACROSS]),
+        (1, True, [INSIDE, ACROSS, INSIDE, ACROSS]),
+        (2, False, [INSIDE, INSIDE, ACROSS, ACROSS, *[INSIDE, ACROSS] * 2]),
+    ],
+    ids=["one pass", "a hook", "two passes"],
+)
+def test_sums_cross_behind_the_rest_of_the_pass(
+    ranks: Ranks, num_passes: int, is_hooked: bool, order: list[str]
+) -> None:
+    """Where nobody reads a gradient before its end."""
+    for names, difference in ranks(4).run(crossing_here, num_passes, is_hooked):
+        assert names == order
+        assert difference < 1e-6

@@ -82,7 +82,7 @@ def other_sums(per_host: int) -> list[Any]:
     pieces = part(world.rank, 40 * per_host).view(per_host, 40)
     total = torch.empty(40)
     world.add_in_host(total, pieces, "gradients of parameters")
-    world.add_over_hosts(total, "gradients of hosts")
+    world.start_add_over_hosts(total, "gradients of hosts").wait()
     few = world.sum_of_few(part(world.rank, 5, torch.float64), "agree")
     counts = world.sum_of_few(torch.tensor([world.rank, 2**40]), "ids outside")
     return [total.tolist(), few.tolist(), counts.tolist()]

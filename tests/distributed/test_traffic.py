@@ -215,9 +215,9 @@ NUMBERS = 16_000
 def sums(path: SumPath, per_host: int) -> list[tuple[str, float, float, float]]:
     """Of a sum over all ranks and one over hosts: name, bytes counted, bytes inside and across by the span."""
     world, found = replace(World.current().on_hosts(per_host), sum_path=path), []
-    for name, add in (("dense", world.all_reduce), ("gradients of hosts", world.add_over_hosts)):
+    for name, add in (("dense", world.start_all_reduce), ("gradients of hosts", world.start_add_over_hosts)):
         with Counter() as counter:
-            add(torch.ones(NUMBERS), name)
+            add(torch.ones(NUMBERS), name).wait()
         span = world.transfers.latest[-1]
         found.append((name, counter.sent.get(name, 0.0), span.inside_bytes, span.across_bytes))
     return found

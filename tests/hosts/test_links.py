@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from links import bits_part, shapes, timing
+from links import bits_part, hybrid_part, hybrid_training, shapes, timing
 from links.bits_part import Case, cases, checksum
 from links.bytes_part import SCHEMES
 from links.crew import CrewError, crew, here
@@ -174,3 +175,26 @@ def test_bytes_of_a_small_run_are_counted() -> None:
     assert len(lines) == 1, done.stdout + done.stderr
     kernel, predicted = (float(cell) for cell in lines[0].split("|")[2:4])
     assert kernel == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(4, 2), Layout(2, 4)], ids=str)
+def test_bytes_of_a_cut_dense_part_are_those_of_its_messages(layout: Layout) -> None:
+    whole, size = 4.0e6, layout.size
+    hybrid, over_all, replicated = hybrid_training.ways(layout)
+
+    def of_a_host(messages: Iterable[tuple[int, int, float]]) -> float:
+        return sum(num for a, b, num in messages if a // layout.per_host != b // layout.per_host) / layout.hosts
+
+    pairs = list(permutations(range(size), 2))
+    rings = [(rank, (rank + 1) % size, whole / size) for rank in range(size) for _ in range(2 * (size - 1))]
+    twins = [(a, b) for a, b in pairs if a % layout.per_host == b % layout.per_host]
+    piece = whole / layout.per_host / layout.hosts
+    assert hybrid_part.dense_bytes(over_all, layout, whole) == pytest.approx(
+        of_a_host([*rings, *((a, b, whole / size) for a, b in pairs)])
+    )
+    for way in (hybrid, replicated):  # to the owner of a piece, and back
+        assert hybrid_part.dense_bytes(way, layout, whole) == pytest.approx(of_a_host([(*p, 2 * piece) for p in twins]))
+
+
+def test_the_dense_part_that_is_cut_has_20_million_parameters() -> None:
+    assert hybrid_training.num_parameters(shapes.training(64)) == 19_997_463

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.comm.dense import BackwardPasses
-from meseta.comm.world import World
+from meseta.comm.world import Pending, World
 from meseta.spec import MesetaError
 
 CALLED_BY_PARTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -61,7 +61,8 @@ def shard_dense(
         # By default gradients are averaged, as if the ranks had equal slices of the batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_custom_reduce_scatter(WeightedReduceScatter(world, passes, make_coding))
+        parts = [parameter for parameter in unit.parameters() if is_cut(parameter)]
+        sharded.set_custom_reduce_scatter(WeightedReduceScatter(parts, world, passes, make_coding))
     whole = [parameter for parameter in model.parameters() if not is_cut(parameter)]
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(world.device)
@@ -69,12 +70,23 @@ def shard_dense(
 
 
 class WeightedReduceScatter:
-    """How `fully_shard` adds gradients over all ranks: each times what its rank's samples weigh."""
+    """How `fully_shard` adds gradients of a module over all ranks: each times what its rank's samples weigh.
+
+    What is added in the host crosses to others while the backward pass goes on to the modules before it, where nobody
+    reads it until then: the pass waits for it at its end.
+    """
 
     def __init__(
-        self, world: World, passes: BackwardPasses, make_coding: Callable[[int], SumCoding] | None = None
+        self,
+        parameters: Sequence[Tensor],
+        world: World,
+        passes: BackwardPasses,
+        make_coding: Callable[[int], SumCoding] | None = None,
     ) -> None:
-        self._world, self._passes, self._make_coding = world, passes, make_coding
+        """`parameters` of the module, cut."""
+        self._parameters, self._world, self._passes, self._make_coding = parameters, world, passes, make_coding
+        self._crossing: Pending | None = None
+        """The sum of the last pass, until it is waited for."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent or received."""
@@ -82,16 +94,34 @@ class WeightedReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """`input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
+        self._finish()
         share, world = self._passes.local_share, self._world
         if share:
             input_tensor.mul_(share)
         else:  # The mean over a rank without samples is NaN; it weighs nothing.
             input_tensor.zero_()
-        pieces = input_tensor.view(world.ranks_per_host, -1)
-        world.add_in_host(output_tensor.view(-1), pieces, "gradients of parameters")
-        total = output_tensor.view(-1)
+        pieces, total = input_tensor.view(world.ranks_per_host, -1), output_tensor.view(-1)
+        world.add_in_host(total, pieces, "gradients of parameters")
         coding = None if self._make_coding is None else self._make_coding(whole_blocks(total.numel()))
-        world.add_over_hosts(total, "gradients of hosts", coding)
+        self._crossing = world.start_add_over_hosts(total, "gradients of hosts", coding)
+        if self._is_read_at_once(total):
+            self._finish()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _is_read_at_once(self, total: Tensor) -> bool:
+        """Whether it is added to other gradients, a hook of a parameter has it, or a stream waits for it and the host
+        does not."""
+        return total.device.type != "cpu" or any(
+            parameter.grad is not None or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self._parameters
+        )
+
+    def _finish(self) -> None:
+        """Wait for what crosses."""
+        crossing, self._crossing = self._crossing, None
+        if crossing is not None:
+            crossing.wait()
 
 
 def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

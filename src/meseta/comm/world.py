@@ -230,18 +230,18 @@ class World:
             self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
         end(start_s, None)
 
-    def add_over_hosts(self, total: Tensor, name: str = "", coding: SumCoding | None = None) -> None:
-        """[m], in place: the sum over the ranks at this place of all hosts; in the same order."""
+    def start_add_over_hosts(self, total: Tensor, name: str = "", coding: SumCoding | None = None) -> Pending:
+        """Begin the sum of [m], in place, over the ranks at this place of all hosts; in the same order. It goes on by
+        itself."""
         if self.ranks_per_host == self.size:
-            return
+            return Pending(received=total, send=total, work=None)
         check_listed(name)
         way: Way = "hosts chain" if self.sum_path == "chain" and coding is None else "hosts sum"
         _, far = alike_shares(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
         num_bytes = total.nbytes if coding is None else coding.num_bytes(coding.num_coded)
-        end, start_s = self._begin(name, 0.0, far * num_bytes), time.perf_counter()
-        with self._kept(name, total, lane="sums"):
-            self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
-        end(start_s, None)
+        end, kept = self._begin(name, 0.0, far * num_bytes), self._kept(name, total, lane="sums")
+        work = self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=True)
+        return Pending(received=total, send=total, work=work, end=end, kept=kept)
 
     def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
         """Sum over ranks, in place, in the same order."""

@@ -40,7 +40,8 @@ WITH_IDS = {"weights": "ids", "weights" + INSIDE: "ids" + INSIDE}
 NORMS = ("batch norm", GRADIENTS_OF["batch norm"])
 """Transfers inside the forward and the backward pass of the dense part, waited for at once."""
 OF_CUT = ("parameters", "gradients of parameters", "gradients of hosts", "norms")
-"""Transfers of parameters that are cut over a host: each has a group of its own, and a rank stands still for it."""
+"""Transfers of parameters that are cut over a host: each has a group of its own, and a rank stands still for it; for
+gradients of hosts less than is predicted, since those of a module cross while the pass goes on to the next."""
 _MAIN, _ROWS, _SUMS = ("main", 0), ("last of rows", 0), ("last of sums", 0)
 
 

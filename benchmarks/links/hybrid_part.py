@@ -1,0 +1,135 @@
+"""Part 'hybrid': DHEN of 20 million dense parameters cut inside hosts and alike on all of them, beside cut over all
+ranks and whole on every rank, over links of 1 / 24 of what goes inside a host (arXiv 2203.11014, section 4)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from hosts import Hosts, bits_per_s
+from links import hybrid_training, shapes, training
+from links.crew import Crew, crew, on_hosts
+from links.hybrid_training import Way
+from links.model import measured_link
+from links.timing import Measured, Options, in_turns, table
+from links.variants import Layout, Window
+
+BATCH = 512
+INSIDE_OVER_ACROSS = 24.0
+FIRST_RATE = "1gbit"
+SIZES = (1_048_576, 4_194_304, 16_777_216)
+"""Bytes that each rank sends to measure what goes inside a host and across."""
+AT_LEAST, BYTES_LIMIT = 1.5, 0.05
+NUMBER_BYTES, ID_BYTES = 4, 8
+HYBRID, BASE = "hybrid", "fsdp over all"
+WAITS = {
+    "parameters": (hybrid_training.GATHER,),
+    "sums inside": ("gradients of parameters",),
+    "sums across": ("gradients of hosts", "dense"),
+}
+"""Transfers that a rank stands still for, by what they carry. Cut over all ranks, those inside cross too."""
+
+
+def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
+    """That leave each host in a step, on average over hosts.
+
+    With H hosts of L ranks, R = H L, and P bytes of parameters, a sum over hosts of what a host holds once sends
+    2 (H - 1) / H P. Cut over all, each of two gathers along a ring sends (R - 1) / R P over the one link that leaves
+    a host, and each of its ranks sends R - L others their part of its gradients: L (R - L) / R P.
+    """
+    ranks, per_host = layout.size, layout.per_host
+    if way.hosts == layout:
+        return 2 * (layout.hosts - 1) / layout.hosts * parameter_bytes
+    return (2 * (ranks - 1) / ranks + per_host * (ranks - per_host) / ranks) * parameter_bytes
+
+
+def table_bytes(shape: shapes.Training, layout: Layout) -> float:
+    """The same of ids, bags and gradients of bags: one id for each sample and feature, tables whole on some rank."""
+    crossing = shape.traffic.batch_size * len(shape.traffic.rows) * (layout.hosts - 1) / layout.hosts / layout.hosts
+    return crossing * (ID_BYTES + 2 * NUMBER_BYTES * shape.dim)
+
+
+def measure_hybrid(layout: Layout, options: Options) -> bool:
+    """Steps of all ways in turns; whether hybrid takes as little as asked, and all send what is computed."""
+    shape, all_ways = shapes.training(64 if options.quick else BATCH), hybrid_training.ways(layout)
+    number = hybrid_training.num_parameters(shape)
+    print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.traffic.batch_size}; "
+          f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
+    measured = Measured()
+    with (
+        Hosts(layout.hosts, ranks=layout.per_host, across=FIRST_RATE) as hosts,
+        crew(layout.size, on_hosts(hosts)) as ranks,
+    ):
+        rate = set_rate(ranks, hosts, layout, options)
+        held = ranks.ask(hybrid_training.build, shape=shape, all_ways=all_ways)
+        asked = {way.name: partial(_steps, ranks, way.name) for way in all_ways}
+        in_turns(asked, options.rounds, options.window_s, measured)
+    most = {way.name: max(of_rank[place] for of_rank in held) for place, way in enumerate(all_ways)}
+    computed = {
+        way.name: dense_bytes(way, layout, NUMBER_BYTES * number) + table_bytes(shape, layout) for way in all_ways
+    }
+    return _tell(layout, rate, computed, most, measured, options)
+
+
+def _steps(ranks: Crew, name: str, num_steps: int) -> list[Window]:
+    return ranks.ask(training.window, name=name, num_steps=num_steps)
+
+
+def _tell(
+    layout: Layout,
+    rate: str,
+    computed: Mapping[str, float],
+    held: Mapping[str, int],
+    measured: Measured,
+    options: Options,
+) -> bool:
+    rows, good, base = [], True, measured.step_s(BASE)
+    for name, num_bytes in computed.items():
+        step_s, sent = measured.step_s(name), statistics.mean(measured.link_bytes(name, layout))
+        rounds = zip(measured.windows[name], measured.windows[BASE], strict=True)
+        each = [b[0].seconds / b[0].num_steps / (a[0].seconds / a[0].num_steps) for a, b in rounds]
+        error, at_rate = sent / num_bytes - 1, 8 * sent / bits_per_s(rate)
+        is_met = abs(error) <= BYTES_LIMIT and (name != HYBRID or base / step_s >= AT_LEAST)
+        good &= is_met
+        rows.append([
+            name, f"{1e3 * step_s:.0f}", f"{base / step_s:.2f}", f"{min(each):.2f} to {max(each):.2f}",
+            f"{sent / 1e6:.2f}", f"{num_bytes / 1e6:.2f}", f"{error:+.2%}", f"{1e3 * at_rate:.0f}",
+            *(f"{1e3 * _waited_s(measured, name, kinds):.0f}" for kinds in WAITS.values()), f"{held[name]:,}",
+            "yes" if is_met else "NO",
+        ])  # fmt: skip
+        case = f"{layout} {name}, {rate}"
+        if name != BASE:
+            options.record(case, "step", step_s, "s", peer=BASE, peer_value=base)
+        options.record(case, "bytes across", sent, "bytes", peer="computed", peer_value=num_bytes)
+    head = ("dense part", "step, ms", f"{BASE} over it", "by round", "MB a host", "computed", "error", "link busy, ms",
+            *(f"waits for {kind}, ms" for kind in WAITS), "numbers a rank", "met")  # fmt: skip
+    table(f"DHEN, {layout}, links of {rate}, medians of {options.rounds} rounds in turns (hybrid at least {AT_LEAST} "
+          f"times as fast, bytes within {BYTES_LIMIT:.0%})", head, rows)  # fmt: skip
+    return good
+
+
+def _waited_s(measured: Measured, name: str, kinds: Sequence[str]) -> float:
+    """Median over rounds of the seconds of a step in which a rank stands still for some transfers, on average over
+    ranks."""
+    return statistics.median(
+        statistics.mean(sum(rank.waits.get(kind, 0.0) for kind in kinds) for rank in ranks)
+        for ranks in measured.windows[name]
+    )
+
+
+def set_rate(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> str:
+    """Let links pass 1 / 24 of what the ranks of a host send each other, all at once; the rate."""
+    sizes, calls = SIZES[:2] if options.quick else SIZES, 3 if options.quick else 9
+    inside, across = 0.0, 0.0
+    for level in ("inside", "across"):
+        reached = layout.per_host * measured_link(ranks, layout, level, "all_to_all", sizes, calls).bytes_per_s
+        if level == "inside":
+            inside = reached
+            hosts.reshape(f"{8 * inside / INSIDE_OVER_ACROSS / 1e6:.1f}mbit")
+        across = reached
+    print(f"{layout}: ranks of a host send each other {8 * inside / 1e6:,.0f} Mbit/s; a host's link lets "
+          f"{hosts.across} through, of which they reach {8 * across / 1e6:,.0f}: 1 / {inside / across:.1f}",
+          flush=True)  # fmt: skip
+    return hosts.across
