@@ -114,9 +114,7 @@ def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
-MODELS = [
-    pytest.param(name, marks=[] if name in ("autoint", "mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES
-]
+MODELS = [pytest.param(name, marks=[] if name in ("mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES]
 
 
 @pytest.mark.parametrize("model", [*MODELS, "own_models:Plain"])
