@@ -61,7 +61,7 @@ def check_equal(one: Path, other: Path, tolerance: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [(2, 7), (4, 24), (4, 3)])
+@pytest.mark.parametrize(("size", "batch_size"), [pytest.param(2, 7, marks=pytest.mark.soak), (4, 24), (4, 3)])
 def test_a_loop_of_ones_own(ranks: Ranks, size: int, batch_size: int) -> None:
     """Uneven slices and ranks without samples; modules that are never used, frozen, or used in every second step."""
     alone = user_loop(None, batch_size)

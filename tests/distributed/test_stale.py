@@ -101,7 +101,7 @@ def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
     return losses, checksum(model)
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_loop_goes_on_with_the_answers_of_the_one_before(ranks: Ranks, size: int) -> None:
     expected = ranks(size).run(train_late, "two_level", "paper", 2, ())
     assert ranks(size).run(leave_and_go_on, ()) == expected
