@@ -13,7 +13,7 @@ from typing import Any
 from forked import become_command, forking
 from small_run import environment
 
-PATIENCE_S = 90
+PATIENCE_S = 180
 """For starting torch on a busy machine, not for anything that is measured."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,16 +77,15 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-10), pytest.param("float32", 1e-5, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak  # test_model_ranks.py has losses and rows of such a model in `make test`
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
     """90 samples do not divide by 4, and the last batch of an epoch is short."""
     common = {**BOTH, "embedding__dtype": dtype, "train__epochs": 2, "train__max_steps": 20}
     one = train(settings(tiny, tmp_path / "1", **common))
-    for size in (4,) if os.environ.get("MESETA_SOAK") is None else (2, 4):
+    for size in (2, 4):
         many = ranks(size).run(train, settings(tiny, tmp_path / str(size), **common))[0]
         np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "1"), rtol=0, atol=tolerance)
         assert many["test"]["logloss"] == pytest.approx(one["test"]["logloss"], abs=max(1e-6, tolerance))
