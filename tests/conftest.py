@@ -65,10 +65,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: tests wait for a third of their time, most of all for processes to start."""
+    """Two more than there are processors: tests wait for a third of their time, most of all for processes to start."""
     from meseta.machine.processors import num_cores
 
-    return num_cores() + 1
+    return num_cores() + 2
 
 
 LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint", "readers")

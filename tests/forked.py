@@ -2,16 +2,21 @@
 
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
 
 AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
 """Variables with such a beginning are read while torch or the core is imported."""
+
+PROGRAMS = {"meseta": "meseta.cli.main", "torchrun": "torch.distributed.run", "python": ""}
+"""The module that each one runs; `python` runs the script that it is given."""
 
 
 def forking() -> ForkServerContext:
@@ -57,23 +62,24 @@ def become_command(
     environment: Mapping[str, str],
     files: Sequence[int],
     launcher: Sequence[str] = (),
+    program: str = "meseta",
 ) -> NoReturn:
-    """Be `meseta ARGUMENTS` from now on, which reads and writes these open files as its standard ones. By exec where a
-    variable differs that torch has read, or with a `launcher`, options of Python; else as it is."""
+    """Be `PROGRAM ARGUMENTS` from now on, one of `PROGRAMS`, which reads and writes these open files as its standard
+    ones. By exec where a variable differs that torch has read, or with a `launcher`, options of Python; else as it is.
+    """
     code = 1
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.chdir(folder)
+        arguments = [word for word in arguments if program != "python" or word != "-u"]
         if launcher or _read_at_import(environment) != _read_at_import(os.environ):
-            words = [sys.executable, *(launcher or ["-P"]), "-m", "meseta.cli.main", *arguments]
-            os.execve(sys.executable, words, dict(environment))
+            module = PROGRAMS[program]
+            words = [sys.executable, *(launcher or ["-P"]), "-m", module] if module else [sys.executable]
+            os.execve(sys.executable, [*words, *arguments], dict(environment))
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = ["meseta", *arguments]
-        from meseta.cli.main import main
-
-        main()
+        _be(program, arguments)
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
@@ -83,6 +89,17 @@ def become_command(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _be(program: str, arguments: Sequence[str]) -> None:
+    """Run it in this process."""
+    if program == "python":
+        sys.argv = [*arguments]
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    sys.argv = [program, *arguments]
+    import_module(PROGRAMS[program]).main()
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,15 @@
 """A seeded sample of a large test matrix for `make test`; the rest runs in `make soak`."""
 
 import itertools
+import os
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 
 def product(**axes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -24,6 +28,14 @@ def sample(matrix: Iterable[Any], k: int, seed: int) -> list[Any]:
         pytest.param(case, id=case_id(case), marks=() if i in chosen else pytest.mark.soak)
         for i, case in enumerate(cases)
     ]
+
+
+def fewer_examples(divisor: int) -> "settings":
+    """For a property whose examples are dear: so much fewer of them in `make test`, all in `make soak`."""
+    from hypothesis import settings
+
+    usual = settings().max_examples
+    return settings(max_examples=usual if os.environ.get("MESETA_SOAK") else usual // divisor)
 
 
 def case_id(case: Any) -> str:

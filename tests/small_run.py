@@ -151,6 +151,19 @@ def of_its_model(keys: dict[str, Any]) -> dict[str, Any]:
     return own | {key: value for key, value in keys.items() if key in section.model_fields or key not in FORMER_KEYS}
 
 
+MODELS_WITH_NORMS = ("dcnv2", "gdcn", "masknet", "finalmlp", "final", "wukong", "dhen")
+
+
+def dropout_and_norms(model: str) -> dict[str, Any]:
+    """Changes of `settings` to one of `MODELS_WITH_NORMS`, with what is drawn and counted anew in every step."""
+    shapes: dict[str, dict[str, Any]] = {
+        "dcnv2": {"model__cross": "mixture", "model__structure": "parallel"},
+        "final": {"model__second_block": [6]},
+        "dhen": {"model__ensemble": "weighted", "model__interactions": {"self_attention": 3, "cross": 3, "dot": 3}},
+    }
+    return {"model__name": model, "model__dropout": 0.3, "model__batch_norm": True, **shapes.get(model, {})}
+
+
 def write_config(path: Path, document: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(document))

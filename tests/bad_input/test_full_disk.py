@@ -80,7 +80,7 @@ def needs(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    "case", sample(product(command=list(COMMANDS), size=range(NUM_SIZES), kind=["disk", "files"]), k=16, seed=5)
+    "case", sample(product(command=list(COMMANDS), size=range(NUM_SIZES), kind=["disk", "files"]), k=10, seed=5)
 )
 def test_a_full_disk(
     places: dict[str, Path], needs: Callable[[str], list[int]], tmp_path: Path, case: dict[str, Any]

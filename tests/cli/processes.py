@@ -13,21 +13,23 @@ from typing import Any
 from forked import become_command, forking
 from small_run import environment
 
-PATIENCE_S = 90
+PATIENCE_S = 180
 """For starting torch on a busy machine, not for anything that is measured."""
 
 
 class Command:
-    """`meseta ...` in a session of its own; its ranks are in it too.
+    """`meseta ...` in a session of its own, or another `program` of `forked.PROGRAMS`; its ranks are in it too.
 
     With `launcher`, options of Python, that starts it; else it is forked from a process that has imported torch.
     """
 
-    def __init__(self, folder: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *arguments: object, launcher: tuple[str, ...] = (), program: str = "meseta"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         words = [*map(str, arguments)]
-        self.process = forking().Process(target=_run, args=(launcher, words, folder, self.out, self.err))
+        self.process = forking().Process(target=_run, args=(program, launcher, words, folder, self.out, self.err))
         self.out.touch()
         self.err.touch()
         self.process.start()
@@ -92,9 +94,9 @@ class Command:
         return True
 
 
-def _run(launcher: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
+def _run(program: str, launcher: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
     """In the new process."""
     os.setsid()
     with Path(os.devnull).open() as nothing, out.open("wb") as output, err.open("wb") as error:
         files = [nothing.fileno(), output.fileno(), error.fileno()]
-        become_command(arguments, folder, environment(), files, launcher)
+        become_command(arguments, folder, environment(), files, launcher, program)

@@ -67,7 +67,7 @@ def write_ffm(path: Path) -> None:
     [
         ("log.csv", write_csv, {"user_id": (False, False), "city": (False, False)}),
         ("log.ffm", write_ffm, {"field_0": (True, False), "field_1": (True, True)}),
-        ("log.parquet", write_parquet, {"history": (True, True)}),
+        pytest.param("log.parquet", write_parquet, {"history": (True, True)}, marks=pytest.mark.soak),
     ],
 )
 def test_one_command_from_file_to_report(

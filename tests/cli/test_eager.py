@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from small_run import environment, settings, write_config
 
 TRAINS = """
@@ -82,6 +84,7 @@ def test_training_does_without(tiny: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/report.html").exists()
 
 
+@pytest.mark.soak
 def test_ranks_that_meet_do_without() -> None:
     run(MEETS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -38,25 +39,29 @@ MOST_TRIES = 20
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[..., Path]:
-    """`whole(2)`, `whole(2, stale=1)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts the
-    one that is not stale, and `--nproc` what is compared with it: both give the same run."""
-    runs: dict[tuple[int, int], Path] = {}
+    """`whole(2)`, `whole(2, stale=1)`: the folder of a run on so many ranks that nothing disturbed, made once for all
+    processes of tests. torchrun starts the one that is not stale, and `--nproc` what is compared with it: both give the
+    same run."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def make(folder: Path, size: int, stale: int) -> None:
+        document = settings(tiny, folder / "run", **COMMON, pipeline__stale=stale)
+        if size == 1:
+            train(document)
+            return
+        words = ("train", write_config(folder / "c.yaml", document))
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+        started = Command(folder, *words, "--nproc", size) if stale else Command(folder, *words, launcher=torchrun)
+        started.succeed()
 
     def get(size: int, stale: int = 0) -> Path:
-        if (size, stale) not in runs:
-            folder = tmp_path_factory.mktemp(f"whole-{size}-{stale}")
-            document = settings(tiny, folder / "run", **COMMON, pipeline__stale=stale)
-            if size == 1:
-                train(document)
-            else:
-                words = ("train", write_config(folder / "c.yaml", document))
-                torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
-                started = (
-                    Command(folder, *words, "--nproc", size) if stale else Command(folder, *words, launcher=torchrun)
-                )
-                started.succeed()
-            runs[size, stale] = folder
-        return runs[size, stale]
+        folder = shared / f"whole-{size}-{stale}"
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "run/summary.json").exists():
+                make(folder, size, stale)
+        return folder
 
     return get
 
@@ -206,16 +211,15 @@ def test_a_hundred_kills(
     check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
 
 
-@pytest.mark.parametrize(
-    ("size", "seed"),
-    [(2, 0), *(pytest.param(size, seed, marks=pytest.mark.soak) for size in (2, 4) for seed in range(1, 4))],
-)
+@pytest.mark.soak  # tests/distributed/test_everything.py has a kill with them in `make test`
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_killed_with_answers_in_flight(
     whole: Callable[..., Path], tiny: Path, tmp_path: Path, size: int, seed: int
 ) -> None:
-    """All that can travel ahead does, answers among it: 6 x 5 kills, and one more."""
+    """All that can travel ahead does, answers among it: 6 x 5 kills."""
     draw = random.Random(f"ahead/{size}/{seed}")
-    moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5 if seed else 1)]
+    moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5)]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__stale=1)
     check_equal(run_dir, whole(size, stale=1) / "run")
 

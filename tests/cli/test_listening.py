@@ -109,6 +109,7 @@ def ranks_of(run: str) -> set[int]:
     return found
 
 
+@pytest.mark.soak
 def test_ranks_of_torchrun_listen_on_the_chosen_interface_alone(tiny: Path, tmp_path: Path) -> None:
     """Their pairs do; the agent's store, which is torch's and no rank's, listens everywhere (docs/several_ranks.md)."""
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))

@@ -20,7 +20,7 @@ def readers_of(command: Command) -> list[int]:
     return [pid for pid in command.members() if b"readers" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))

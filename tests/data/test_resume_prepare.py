@@ -76,14 +76,14 @@ def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("tsv", {}),
+        pytest.param("tsv", {}, marks=pytest.mark.soak),
         ("tsv.gz", {"valid_fraction": 0.2}),
         ("csv", {"vocabulary": True, "min_count": 1, "bad_rows": "skip", "valid_fraction": 0.3}),
-        ("ffm", {}),
+        pytest.param("ffm", {}, marks=pytest.mark.soak),
         ("parquet", {}),
-        ("tsv", {"recipe_only": True, "valid_fraction": 0.2}),
+        pytest.param("tsv", {"recipe_only": True, "valid_fraction": 0.2}, marks=pytest.mark.soak),
         ("csv", {"recipe_only": True, "vocabulary": True, "min_count": 1, "bad_rows": "skip"}),
-        ("parquet", {"recipe_only": True, "vocabulary": True, "min_count": 1}),
+        pytest.param("parquet", {"recipe_only": True, "vocabulary": True, "min_count": 1}, marks=pytest.mark.soak),
     ],
 )
 def test_killed_at_random_moments(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:

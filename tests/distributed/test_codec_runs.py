@@ -21,7 +21,9 @@ TABLES = {"devices_per_host": 2, "tables": {"*": "table_wise", "item": "column_w
 
 
 @pytest.mark.parametrize(("codec", "more"), [
-    ("paper", {}), ("int8", {"train__accumulate_steps": 2}), ("fp16", {"dense__sharding": "fsdp"}),
+    pytest.param("paper", {}, marks=pytest.mark.soak),
+    ("int8", {"train__accumulate_steps": 2}),
+    ("fp16", {"dense__sharding": "fsdp"}),
 ])  # fmt: skip
 def test_runs_on_every_way_are_one_run(
     ranks: Ranks, tiny: Path, tmp_path: Path, codec: str, more: dict[str, Any]

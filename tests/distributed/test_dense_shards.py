@@ -64,7 +64,7 @@ def check_equal(one: Path, other: Path, tolerance: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [(2, 7), (4, 24), (4, 3)])
+@pytest.mark.parametrize(("size", "batch_size"), [pytest.param(2, 7, marks=pytest.mark.soak), (4, 24), (4, 3)])
 def test_a_loop_of_ones_own(ranks: Ranks, size: int, batch_size: int) -> None:
     """Uneven slices and ranks without samples; modules that are never used, frozen, or used in every second step."""
     alone = user_loop(None, batch_size)
@@ -88,7 +88,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, 4 if name == "lamb" else 2) for name in OPTIMIZERS), pytest.param("lamb", 2, marks=pytest.mark.soak)],
+    [
+        *(pytest.param(name, 2, marks=[] if name in ("sgd", "adamw") else pytest.mark.soak) for name in OPTIMIZERS),
+        ("lamb", 4),
+    ],
 )
 def test_every_optimizer_with_clipping_and_accumulation(
     ranks: Ranks, tiny: Path, tmp_path: Path, name: str, size: int
@@ -114,9 +117,7 @@ def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
-MODELS = [
-    pytest.param(name, marks=[] if name in ("autoint", "mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES
-]
+MODELS = [pytest.param(name, marks=[] if name in ("mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES]
 
 
 @pytest.mark.parametrize("model", [*MODELS, "own_models:Plain"])

@@ -136,7 +136,7 @@ def equal(got: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("between", ["nothing", "evaluation"])
 @pytest.mark.parametrize("hold", [True, False], ids=["in hand", "by autograd"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_two_open_batches_have_the_bits_of_one_after_the_other(
     ranks: Ranks, size: int, hold: bool, between: str
 ) -> None:

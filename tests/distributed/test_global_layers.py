@@ -77,9 +77,8 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-10), pytest.param("float32", 1e-5, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak  # test_model_ranks.py has losses and rows of such a model in `make test`
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
@@ -103,7 +102,7 @@ def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> N
     np.testing.assert_allclose(losses(tmp_path / "4"), losses(tmp_path / "1"), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     common = {**BOTH, "model__batch_norm": False, "embedding__dtype": "float64", "train__max_steps": 5}
     train(settings(tiny, tmp_path / "whole", **common))
@@ -112,7 +111,7 @@ def test_micro_batches_drop_what_the_whole_batch_drops(ranks: Ranks, tiny: Path,
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_resumed_run_has_the_bits_of_one_never_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     def run(folder: str, **changes: object) -> None:
         document = settings(tiny, tmp_path / folder, **BOTH, model__name="deepfm", **changes)

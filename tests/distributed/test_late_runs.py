@@ -48,7 +48,7 @@ def saved(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_run_and_one_that_is_stopped_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     changes = {"train__log_every_steps": 3, "train__eval_every_steps": 5, "checkpoint__every_steps": 4}
     changes |= {"checkpoint__keep_last": 9}

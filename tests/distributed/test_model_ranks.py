@@ -14,21 +14,15 @@ from meseta.comm.dense_shards import cut_modules
 from meseta.config import ModelConfig
 from meseta.models import DHEN, make_model
 from model_parts import OneRowEach
-from small_run import of_its_model, settings
+from small_run import MODELS_WITH_NORMS, dropout_and_norms, of_its_model, settings
 
 from .pool import RankPool
 from .test_training import HOSTS, MIXED, WIDE, losses, train_on, weights
 
 Ranks = Callable[[int], RankPool]
-MODELS = ("dcnv2", "gdcn", "masknet", "finalmlp", "final", "wukong", "dhen")
-SHAPES: dict[str, dict[str, Any]] = {
-    "dcnv2": {"model__cross": "mixture", "model__structure": "parallel"},
-    "final": {"model__second_block": [6]},
-    "dhen": {"model__ensemble": "weighted", "model__interactions": {"self_attention": 3, "cross": 3, "dot": 3}},
-}
 CASES = [
     pytest.param(model, dtype, marks=[] if (model, dtype) == ("dhen", "float64") else pytest.mark.soak)
-    for model in MODELS
+    for model in MODELS_WITH_NORMS
     for dtype in ("float64", "float32")
 ]
 
@@ -40,10 +34,7 @@ def test_dropout_and_norms_are_of_the_global_batch(
     """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short."""
     common = {
         **WIDE,
-        **SHAPES.get(model, {}),
-        "model__name": model,
-        "model__dropout": 0.3,
-        "model__batch_norm": True,
+        **dropout_and_norms(model),
         "embedding__dtype": dtype,
         "embedding__optimizer__lr": 0.02,
         "train__epochs": 2,

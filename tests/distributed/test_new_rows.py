@@ -33,7 +33,7 @@ def message_here(*arguments: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_the_same_bytes_on_several_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
     """1,500 rows in batches of 130: the last one has 70, and slices differ in length."""
     train(settings(tiny, tmp_path / "run", train__max_steps=4))

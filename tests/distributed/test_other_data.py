@@ -194,7 +194,7 @@ def accept(run_dir: Path, folder: Path, data: Path) -> tuple[int, int, int]:
     return trained.step, num_rows, steps
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_equal_content_under_another_path_is_taken(
     ranks: Ranks, data: Path, run: Path, tmp_path: Path, size: int
 ) -> None:

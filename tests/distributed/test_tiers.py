@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 12, seed=1))
+@pytest.mark.parametrize("cell", sample(CELLS, 8, seed=1))
 def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
     ranks: Ranks, cell: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -84,7 +84,13 @@ def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **chan
 
 
 @pytest.mark.parametrize(
-    ("size", "overlap"), [(1, "off"), (2, "off"), (2, list(OVERLAPS))], ids=["1-off", "2-off", "2-all"]
+    ("size", "overlap"),
+    [
+        pytest.param(1, "off", marks=pytest.mark.soak),
+        pytest.param(2, "off", marks=pytest.mark.soak),
+        (2, list(OVERLAPS)),
+    ],
+    ids=["1-off", "2-off", "2-all"],
 )
 def test_a_run_ends_with_the_checksum_of_one_in_memory(
     ranks: Ranks, tiny: Path, tmp_path: Path, size: int, overlap: Any

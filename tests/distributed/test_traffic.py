@@ -274,8 +274,15 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", DENSE)
+# Each kind on two ranks or on four in `make test`, by turns.
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[] if size == (2, 4)[number % 2] else pytest.mark.soak)
+        for number, name in enumerate(DENSE)
+        for size in (2, 4)
+    ],
+)
 def test_a_whole_step_sends_what_is_listed(
     ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str, size: int
 ) -> None:

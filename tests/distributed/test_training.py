@@ -75,7 +75,9 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 # The same model on any number of ranks
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-10), pytest.param("float32", 1e-5, marks=pytest.mark.soak)]
+)
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
@@ -105,9 +107,9 @@ def test_one_process_and_many_train_the_same_model(
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
 
 
-RARE = {"dcnv2", "gdcn", "masknet", "finalmlp", "wukong", "dhen"}
-"""Models that `make soak` trains here; one of them is on several ranks in test_model_ranks.py as well."""
-MODELS = [pytest.param(name, marks=pytest.mark.soak if name in RARE else []) for name in MODEL_NAMES]
+FEW = {"logistic_regression", "deepfm", "xdeepfm", "final"}
+"""Models that `make test` trains here; others are on several ranks in most files beside this one."""
+MODELS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.soak) for name in MODEL_NAMES]
 
 
 @pytest.mark.parametrize("model", [*MODELS, "own_models:Plain", "own_models:Regularised"])
@@ -271,7 +273,7 @@ def train_until(document: dict[str, Any], when: int) -> None:
         Pipeline._train = step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("size", "when"), [(2, 11), (4, 17)])
+@pytest.mark.parametrize(("size", "when"), [(2, 11), pytest.param(4, 17, marks=pytest.mark.soak)])
 def test_cut_off_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
     common = {"train__epochs": 2, "checkpoint__every_steps": 3, "checkpoint__keep_last": 9, **WIDE, "plan": MIXED}
     train_on(ranks, size, settings(tiny, tmp_path / "whole", **common))

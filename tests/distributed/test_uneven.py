@@ -127,8 +127,10 @@ def learned_ahead(slices: Slices) -> list[torch.Tensor]:
     return learned(model)
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-@pytest.mark.parametrize("size", [2, 4])
+BY_LOOKAHEAD = [(2, 0), (4, 3), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 3), (4, 0)))]
+
+
+@pytest.mark.parametrize(("size", "lookahead"), BY_LOOKAHEAD)
 def test_ranks_that_have_run_out_join_with_empty_slices(ranks: Ranks, size: int, lookahead: int) -> None:
     """Two loops one after the other: nothing of the first is left open."""
     slices = SLICES[size]
@@ -149,8 +151,7 @@ def test_join_is_one_process_that_trains_each_sample_once(ranks: Ranks, size: in
             torch.testing.assert_close(tensor, expected)
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "lookahead"), BY_LOOKAHEAD)
 def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, size: int, lookahead: int) -> None:
     found = ranks(size).run(ahead_of, SLICES[size], "drop", 1, lookahead)
     assert [own[:2] for own in found] == [own[:2] for own in ranks(size).run(ahead_of, EVEN[size], "error")]

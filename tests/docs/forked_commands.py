@@ -1,7 +1,8 @@
-"""`meseta` for shells, forked from a process that has imported torch: a page starts many, and an import takes seconds.
+"""`meseta`, `torchrun` and `python SCRIPT` for shells, forked from a process that has imported torch: a page starts
+many, and an import takes seconds.
 
-bash: meseta train run.yaml -- socket: arguments, folder, environment, open files --> fork: the command
-                            <-- its process, then its exit code -------------------
+bash: meseta train run.yaml -- socket: words, folder, environment, open files --> fork: the command
+                            <-- its process, then its exit code ---------------
 """
 
 import json
@@ -13,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forked import become_command
+from forked import PROGRAMS, become_command
 
 SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
 
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+request = json.dumps([{program!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(len(request).to_bytes(8, "little") + request)
 replies = server.makefile()
@@ -37,14 +38,16 @@ sys.exit(code)
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[Path]:
-    """The folder of a program `meseta` that works inside. This process has imported torch, and computed nothing."""
+    """The folder of programs that work inside. This process has imported torch, and computed nothing."""
     folder.mkdir()
-    script, address = folder / "meseta", str(folder / "socket")
+    address = str(folder / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        script.write_text(SCRIPT.format(python=sys.executable, address=address))
-        script.chmod(0o755)
+        for program in PROGRAMS:
+            script = folder / program
+            script.write_text(SCRIPT.format(python=sys.executable, address=address, program=program))
+            script.chmod(0o755)
         server = os.fork()
         if server == 0:
             _serve(listener)
@@ -71,11 +74,11 @@ def _attend(client: socket.socket) -> None:
         _, files, _, _ = socket.recv_fds(client, 1, 3)
         with client.makefile("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            arguments, folder, environment = json.loads(stream.read(size))
+            program, arguments, folder, environment = json.loads(stream.read(size))
         command = os.fork()
         if command == 0:
             client.close()
-            become_command(arguments, folder, environment, files)
+            become_command(arguments, folder, environment, files, program=program)
         client.sendall(f"{command}\n".encode())
         _, status = os.waitpid(command, 0)
         code = 0

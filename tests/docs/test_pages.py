@@ -35,6 +35,7 @@ def _run_page(page: Path, folder: Path, commands: Path, out: Path, err: Path) ->
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     with forked_commands(commands) as programs:
+        os.environ["PYTHON_EXEC"] = str(programs / "python")  # of the ranks of torchrun
         run_page.main(page, programs)
 
 

@@ -1,19 +1,18 @@
 """Every script in examples/ runs as it stands; those that mention torchrun run on two ranks too."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from cli.processes import Command
 from source_tree import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+PROGRAMS = {"alone": ("python",), "two_ranks": ("torchrun", "--standalone", "--nproc_per_node", "2")}
 COMMANDS = {
-    f"{path.stem}-{name}": [*launcher, str(path)]
+    f"{path.stem}-{name}": [*words, str(path)]
     for path in EXAMPLES
-    for name, launcher in [("alone", [sys.executable]), ("two_ranks", TORCHRUN)]
+    for name, words in PROGRAMS.items()
     if name == "alone" or "torchrun" in path.read_text().partition('"""')[2].partition('"""')[0]
 }
 
@@ -21,9 +20,8 @@ COMMANDS = {
 def run(name: str, folder: Path) -> str:
     """What it prints, in a folder that sees examples/."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    ended = subprocess.run(COMMANDS[name], cwd=folder, capture_output=True, text=True, check=False, timeout=280)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    program, *words = COMMANDS[name]
+    return Command(folder, *words, program=program).succeed().out.read_text()
 
 
 def test_there_are_examples() -> None:

@@ -146,6 +146,7 @@ def test_the_interval_of_a_mean_difference() -> None:
     assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.302653 * 0.2886751 / 3**0.5)
 
 
+@pytest.mark.soak  # tests/distributed/test_two_level.py has the bits of both exchanges in `make test`
 def test_one_case_of_bits_has_one_checksum() -> None:
     from links import bits_training
 
@@ -167,6 +168,7 @@ def test_links_pass_another_rate_while_ranks_stay() -> None:
         assert ranks.ask(statistics.mean, data=[1.0]) == [1.0, 1.0]
 
 
+@pytest.mark.soak  # tests/distributed/test_traffic.py has predicted and counted bytes in `make test`
 @NAMESPACES
 def test_bytes_of_a_small_run_are_counted() -> None:
     command = [sys.executable, BENCHMARK, "--parts", "bytes", "--layouts", "2x1", "--quick"]

@@ -12,7 +12,7 @@ import pytest
 
 from meseta.spec.stages import STAGES
 from meseta.spec.tiers import CACHED, HBM
-from source_tree import SOURCE, modules
+from source_tree import modules
 
 PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
@@ -44,23 +44,22 @@ def used(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def strangers(rule: str, sources: dict[str, str]) -> list[str]:
-    """Files that do what another one does for all."""
+def strangers(rule: str, uses: dict[str, set[str]]) -> list[str]:
+    """Files that do what another one does for all; `uses`: the names that each file uses."""
     names, owners = OWNERS[rule]
-    found = (path for path, text in sources.items() if path not in owners and names & set(used(ast.parse(text))))
-    return sorted(found)
+    return sorted(path for path, its in uses.items() if path not in owners and names & its)
 
 
 @pytest.fixture(scope="module")
-def sources() -> dict[str, str]:
-    return {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+def uses() -> dict[str, set[str]]:
+    return {path: set(used(tree)) for path, tree in modules()}
 
 
 @pytest.mark.parametrize("rule", OWNERS)
-def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
-    assert strangers(rule, sources) == []
+def test_one_module_does_it_for_all(uses: dict[str, set[str]], rule: str) -> None:
+    assert strangers(rule, uses) == []
     names, owners = OWNERS[rule]
-    assert all(names & set(used(ast.parse(sources[owner]))) for owner in owners), "an owner has nothing to own"
+    assert all(names & uses[owner] for owner in owners), "an owner has nothing to own"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
     ],
 )
 def test_the_rule_bites(rule: str, text: str) -> None:
-    assert strangers(rule, {"a.py": text}) == ["a.py"]
+    assert strangers(rule, {"a.py": set(used(ast.parse(text)))}) == ["a.py"]
 
 
 def literals(tree: ast.AST) -> Iterator[str]:

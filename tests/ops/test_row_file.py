@@ -114,7 +114,10 @@ def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("record_bytes", "part_bytes"), [(68, PART_BYTES), (260, 1_000_000), (1032, PART_BYTES)])
+@pytest.mark.parametrize(
+    ("record_bytes", "part_bytes"),
+    [(68, PART_BYTES), pytest.param(260, 1_000_000, marks=pytest.mark.soak), (1032, PART_BYTES)],
+)
 def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int, part_bytes: int) -> None:
     num_rows = 3_000_000 // record_bytes
     sizes = {"record_bytes": record_bytes, "segment_bytes": 2 * SMALL, "part_bytes": part_bytes}

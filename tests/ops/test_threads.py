@@ -63,7 +63,7 @@ def test_threads_change_no_bit(part: int | None) -> None:
 
 
 @pytest.mark.parametrize("part", SAMPLE_AND_PARTS)
-@pytest.mark.parametrize("name", LESSER)
+@pytest.mark.parametrize("name", ["no AMX", pytest.param("avx2", marks=pytest.mark.soak), "baseline"])
 def test_threads_change_no_bit_on_a_lesser_processor(name: str, part: int | None) -> None:
     if name == "no AMX":
         if not this_processor().why_threads_change_bits():

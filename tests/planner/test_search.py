@@ -106,18 +106,19 @@ def test_within_3_percent_of_all_plans_of_three_tables(seed: int, overlap: tuple
     assert found.bound.step_s <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("exchange", ["flat", "two_level"])
-@pytest.mark.parametrize(
-    ("comm", "overlap"),
-    [(Communication(), ()), (Communication(precision="int8"), ()), (Communication(), OVERLAPS)],
-    ids=["fp32", "int8", "hidden"],
-)
-def test_no_plan_of_two_hosts_is_below_the_bound(
-    exchange: str, comm: Communication, overlap: tuple[Overlap, ...]
-) -> None:
+WAYS: dict[str, tuple[Communication, tuple[Overlap, ...]]] = {
+    "fp32": (Communication(), ()),
+    "int8": (Communication(precision="int8"), ()),
+    "hidden": (Communication(), OVERLAPS),
+}
+
+
+@pytest.mark.parametrize("case", sample(product(way=list(WAYS), exchange=["flat", "two_level"]), 3, seed=0))
+def test_no_plan_of_two_hosts_is_below_the_bound(case: dict[str, str]) -> None:
     """All plans of two tables on 2 x 2 ranks, some columns and rows in one host and some in both."""
+    (comm, overlap), exchange = WAYS[case["way"]], case["exchange"]
     workload, topology = random_workload(2, 4), Topology(num_hosts=2, devices_per_host=2, across=SLOW)
-    workload = replace(workload, comm=replace(comm, exchange=exchange), overlap=overlap)
+    workload = replace(workload, comm=replace(comm, exchange=exchange), overlap=overlap)  # type: ignore[arg-type]
     if overlap:
         workload = replace(workload, dense=DENSE)
     model = documented_cost_model("cpu")
@@ -159,7 +160,7 @@ SMALL = product(
 HIDDEN = [{**case, "num_tables": 5, "overlap": OVERLAPS} for case in SMALL]
 
 
-@pytest.mark.parametrize("case", [*sample(SMALL, 2, seed=3), *sample(HIDDEN, 1, seed=1)])
+@pytest.mark.parametrize("case", [*sample(SMALL, 1, seed=3), *sample(HIDDEN, 1, seed=1)])
 def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
     """All schemes, 12 tables and 4 ranks, on one host or two; fewer tables where transfers are hidden."""
     workload = MAKE[case["tables"]](case.get("num_tables", 12), case["seed"])

@@ -74,7 +74,8 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("part", range(4))
+# A quarter of the workloads in `make test`.
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 4))])
 @pytest.mark.parametrize("comm", WRITTEN, ids=lambda comm: f"{comm.precision}-{comm.forward}-{comm.backward}")
 def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -> None:
     names, of_codecs, model = set(), set(), documented_cost_model("cpu")

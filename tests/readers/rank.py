@@ -1,4 +1,5 @@
-"""A rank as a process of its own: it writes which rows came, and where its reader stands, a line for each batch.
+"""A rank as a process of its own: it writes which rows came, and where its reader stands, a line for each batch; its
+first word, on stderr, is that it has begun.
 
 python rank.py SPEC    JSON: service, options, rank, num_ranks, run, attempt, state, num_epochs, pause_s
 """
@@ -18,6 +19,7 @@ from readers.tier import digest
 
 def main() -> None:
     """Read until all epochs are complete."""
+    print("begun", file=sys.stderr, flush=True)
     spec = json.loads(sys.argv[1])
     keys = spec["service"].pop("keys")
     reader = ServedReader(

@@ -17,6 +17,7 @@ from meseta.data.read.order import epoch_order
 from meseta.data.read.served.reader import ServedReader
 from meseta.readers.reading import ReadServer
 from readers.tier import Tier, digest, running
+from sampling import fewer_examples
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +25,13 @@ def jagged(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("served") / "data", multi_valued=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 5])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak), 5])
 def tier(request: pytest.FixtureRequest, jagged: Dataset) -> Iterator[Tier]:
     with running({"click": jagged.dir}, request.param) as tier:
         yield tier
 
 
+@fewer_examples(3)
 @given(
     share=st.sampled_from([(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]),
     batch_size=st.integers(1, 700),

@@ -32,7 +32,10 @@ from sampling import sample
 
 NUM_SCHEDULES = 200
 NUM_EPOCHS = 3
+START_S = 120.0
+"""Until a rank's first word: a busy machine takes its time to import torch."""
 SILENCE_S = 30.0
+"""From one word of a rank to the next."""
 LIMIT_S = 240.0
 """Of a schedule."""
 RANK = str(Path(__file__).with_name("rank.py"))
@@ -86,6 +89,7 @@ class Rank:
 
     def __init__(self, network: Network, spec: dict[str, Any]) -> None:
         """`spec`: as rank.py says."""
+        self.name = f"rank {spec['rank']} of {spec['num_ranks']}"
         command = network.entered([sys.executable, RANK, json.dumps(spec)])
         variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         self.process: Process = subprocess.Popen(
@@ -106,6 +110,12 @@ class Rank:
                     self.batches.append(json.loads(line))
                 else:
                     self.words.append(line)
+
+    def check_heard(self) -> None:
+        """It has ended well, or spoke not long ago."""
+        limit_s = SILENCE_S if self.words else START_S
+        is_heard = self.process.poll() == 0 or time.monotonic() - self.heard_s < limit_s
+        assert is_heard, f"{self.name} has said nothing for {limit_s:.0f} s, after {self.words}"
 
     def end(self) -> None:
         """Kill it, and take what it has said."""
@@ -226,7 +236,7 @@ class Schedule:
             process.wait()
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 2, seed=0))
+@pytest.mark.parametrize("seed", sample(range(NUM_SCHEDULES), 1, seed=0))
 def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path) -> None:
     """Numbers of rows as they came are held against a plain read of the files, not against a reader of ours."""
     draw = random.Random(seed)
@@ -268,13 +278,13 @@ def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path)
 def live(ranks: list[Rank], schedule: Schedule, until_s: float) -> None:
     """Until all have ended, or the training is killed; a rank that cannot begin kills it, too."""
     while any(rank.process.poll() is None for rank in ranks):
-        now_s = time.monotonic()
-        assert now_s < until_s, "it goes on for ever"
+        assert time.monotonic() < until_s, "it goes on for ever"
         for rank in ranks:
             if rank.process.poll():
+                rank.end()
                 assert not rank.batches and "cannot be reached" in "".join(rank.words), "".join(rank.words)
                 return schedule.mend()
-            assert rank.process.poll() == 0 or now_s - rank.heard_s < SILENCE_S, "a rank is silent"
+            rank.check_heard()
         if not schedule.happens():
             return None
     return None

@@ -18,7 +18,7 @@ from meseta.train.outside.dense_export import DenseFormat, export_dense
 from meseta.train.trained import Trained, load_trained
 from small_run import settings, train
 
-FIRST = ("dlrm", "autoint")
+FIRST = ("autoint",)
 """Tracing takes seconds; the other models are traced by `make soak`."""
 
 

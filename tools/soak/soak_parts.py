@@ -57,6 +57,11 @@ PARTS = {
             "tests/data/test_resume_prepare.py",
         ),
     ),
+    "kill_models": Part(
+        "`kill -9` at random moments of training, saving and evaluating every model that has dropout and norms, on 1 "
+        "rank and, its dense part cut, on 2: the bits of runs that nobody killed",
+        ("tests/cli/test_kill_models.py",),
+    ),
     "faults": Part(
         "1,000 seeded faults of a run that saves deltas: files cut, flipped, exchanged or missing, full disks, "
         "refused changes of the file system, two writers; and a death before each change, under every policy, while it "
