@@ -69,10 +69,11 @@ app.command()(calibrate)
 app.command()(doctor)
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(asked: bool) -> bool:
     if asked:
         typer.echo(f"meseta {meseta.__version__}, torch {version_of('torch')}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()

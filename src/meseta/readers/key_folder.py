@@ -39,7 +39,7 @@ HOST_PATTERN = re.compile(rf"{_LABEL}(\.{_LABEL})*|\*(\.{_LABEL}){{2,}}")
 """A name of DNS; below a domain, the first part of it may be any."""
 
 
-def make_keys(folder: Path, hosts: Sequence[str], days: int) -> None:
+def make_keys(folder: Path, hosts: Sequence[str], days: float) -> None:
     """Keys for dispatchers and readers on these hosts, names or addresses, valid for so many days, and from a day ago
     on, since clocks differ. Raises MesetaError for a folder that is there, what is
     no name of a host, and where the system refuses to write."""
@@ -71,7 +71,7 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _certificate(
-    usage: x509.ObjectIdentifier, days: int, hosts: Sequence[x509.GeneralName] = ()
+    usage: x509.ObjectIdentifier, days: float, hosts: Sequence[x509.GeneralName] = ()
 ) -> tuple[bytes, bytes]:
     """One that vouches for itself, and for no other, and its key; in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())

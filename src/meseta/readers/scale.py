@@ -55,8 +55,10 @@ class Load:
 class _TooFew:
     num_readers: int
     until_s: float
-    busy_readers: float | None = None
-    """With enough of them."""
+    busy_readers: float
+    """Without a break, so that with enough of them it is as much or more."""
+    with_enough: bool = False
+    """Whether it was looked at with more of them."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class ReaderScale:
         needed = math.ceil(there / (1.0 - share) + MARGIN)
         more = max(self.wanted, min(max(there + 1, needed), MOST_GROWTH * there, self.most))
         if more > there:
-            self._too_few = _TooFew(there, now_s + REMEMBER_S)
+            self._too_few = _TooFew(there, now_s + REMEMBER_S, self._busiest(now_s))
             self._grown = _Grown(there, share, doubted)
         return more
 
@@ -181,9 +183,10 @@ class ReaderScale:
         is_patient = now_s - self._changed_s >= PATIENCE_S
         enough = math.ceil(busy_readers / (1.0 if is_patient else FULL_SHARE) + MARGIN)
         known = self._too_few
-        if known is not None and known.busy_readers is None:
-            known = self._too_few = replace(known, busy_readers=busy_readers)
-        if known is not None and known.busy_readers is not None and enough <= known.num_readers:
+        if known is not None and not known.with_enough:  # unless there is less to do by now
+            busiest = max(busy_readers, known.busy_readers)
+            known = self._too_few = replace(known, busy_readers=busiest, with_enough=True)
+        if known is not None and enough <= known.num_readers:
             is_less = busy_readers <= min(0.8 * known.busy_readers, known.busy_readers - MARGIN)
             if is_less or now_s >= known.until_s:
                 self._too_few = None
