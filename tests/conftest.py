@@ -52,8 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds per test; not enforced without pytest-timeout")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Few examples in `make test`, many in `make soak`; the same ones every time."""
+    if os.environ.get("MESETA_SOAK"):  # beartype asks it, in threads beside a property test
+        config.addinivalue_line("filterwarnings", "ignore:Do not use the .random. module")
     if find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 

@@ -37,7 +37,7 @@ RUNS: list[dict[str, Any]] = [
     {"model__name": "wide_deep", "dense__dtype": "bfloat16"},
     {"model__name": "dcnv2", "model__cross": "mixture"},
     {"model__name": "gdcn", "model__batch_norm": True},
-    {"model__name": "masknet", "dense__dtype": "bfloat16"},
+    {"model__name": "masknet"},
     {"model__name": "finalmlp", "model__dropout": 0.1},
     {"model__name": "final", "model__second_block": [6]},
     {"model__name": "wukong", "dense__clip_norm": 1.0},
@@ -87,7 +87,7 @@ def test_runs_repeat_and_go_on_with_the_same_bits_and_learn_as_on_a_cpu(
     assert final_checksum(first) == whole
 
     _, on_cpu = run(tiny, tmp_path / "cpu", **changes, device="cpu")
-    tolerance = 2e-2 if "bfloat16" in changes.values() else 1e-3
+    tolerance = 1e-2 if "bfloat16" in changes.values() else 1e-3
     for name in ("logloss", "auc"):
         assert figure_of_test(first, name) == pytest.approx(figure_of_test(on_cpu, name), abs=tolerance)
 

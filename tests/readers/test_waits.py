@@ -109,8 +109,7 @@ def test_what_is_slow_is_what_is_waited_for(cause: str, jagged: Dataset, monkeyp
         waited_s, wait, waits = read_all(ServedReader(tier.service, "train", options))
         assert set(waits) - {NO_READER} == {reader.url for reader in tier.readers}
     assert wait.total_s <= waited_s
-    others = [seconds for name, seconds in vars(wait).items() if name != cause]
-    assert getattr(wait, cause) > max(0.05, *others), wait  # also on a machine that does much else
+    assert getattr(wait, cause) > 0.5 * waited_s > 0.03
 
 
 def test_no_reader_is_a_cause_once_a_batch_is_asked_for(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

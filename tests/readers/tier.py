@@ -61,11 +61,11 @@ def running(
 
 
 class SlowFiles:
-    """Stands for `io` in meseta.data.dataset.part_files: a disk that takes 20 ms for each read."""
+    """Stands for `io` in meseta.data.dataset.part_files: a disk that takes 40 ms for each read."""
 
     class FileIO(io.FileIO):
         def readinto(self, buffer: Any, /) -> int | None:
-            time.sleep(0.02)
+            time.sleep(0.04)
             return super().readinto(buffer)
 
 

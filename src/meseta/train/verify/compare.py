@@ -87,9 +87,10 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     )
     alone = config.model_copy(update={"plan": "auto"})
     at_home = [entry.table for entry in plan.tables if entry.sharding is ShardingType.DATA_PARALLEL]
+    world = World.single(choose_device(config))
     for phase in PHASES:
         comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
-        for own in run_steps(alone, World.single(choose_device(config)), phase, num_steps, num_ranks, at_home):
+        for own in run_steps(alone, world, phase, num_steps, num_ranks, at_home):
             comparison.step(own)
         comparison.strays(num_steps)
         del own, comparison  # the model of this phase, before the next makes its own
