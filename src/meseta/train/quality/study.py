@@ -105,10 +105,15 @@ class Round:
     runs: tuple[SuiteRun, ...]
 
     def missing(self) -> list[SuiteRun]:
-        """What is not done yet. Raises MesetaError where something was done otherwise."""
+        """What is not done yet; the weights go of what is, which an end between figures and weights has left. Raises
+        MesetaError where something was done otherwise."""
         for run in self.runs:
             run.claim()
-        return [run for run in self.runs if not run.is_done()]
+        missing = [run for run in self.runs if not run.is_done()]
+        for run in self.runs:
+            if run not in missing:
+                run.forget_weights()
+        return missing
 
     @property
     def needs_rows(self) -> bool:
