@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meseta.models import FM, AutoInt, DeepFM, MMoE, WideDeep, XDeepFM
+from meseta.models.ranking import xdeepfm
+from meseta.models.ranking.xdeepfm import MIN_SAMPLES
 from model_parts import OneRowEach, some_dense, some_ids
 
 Array = np.ndarray
@@ -103,9 +105,16 @@ def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch_size", [0, 1, 4])
-def test_xdeepfm_compresses_products_of_rows(batch_size: int) -> None:
-    model = random_weights(XDeepFM(OneRowEach([4, 4, 4]), num_dense=2, cin_layers=(3, 2), deep_mlp=(6, 5)))
+@pytest.mark.parametrize(
+    ("batch_size", "cin_layers"),
+    [(0, (3, 2)), (1, (3, 2)), (4, (3, 2)), (4, (7, 2)), (2 * MIN_SAMPLES + 1, (3, 7))],
+    ids=["no_sample", "one", "sums_first", "products_first", "some_at_a_time"],
+)
+def test_xdeepfm_compresses_products_of_rows(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int, cin_layers: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(xdeepfm, "CACHED_NUMBERS", 1)  # or a cache holds all of these samples
+    model = random_weights(XDeepFM(OneRowEach([4, 4, 4]), num_dense=2, cin_layers=cin_layers, deep_mlp=(6, 5)))
     dense, pooled, logits = samples(model, 3, batch_size)
     expected = []
     for x, flat in zip(dense, pooled, strict=True):

@@ -17,6 +17,11 @@ from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
 from meseta.ops.mlp import mlp
 
+CACHED_NUMBERS = 1 << 19
+"""Of a layer's products or sums at a time: 2 MiB in float32."""
+MIN_SAMPLES = 16
+"""At a time, however wide the layer is."""
+
 
 class CompressedInteraction(nn.Module):
     """Compressed interaction network (CIN), arXiv 1803.05170, section 3.1, equations 6 and 8; no activation.
@@ -24,7 +29,9 @@ class CompressedInteraction(nn.Module):
         X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
         p^k_h = sum over the D elements of X^k_h
 
-    A layer's products, [B, D, H_{k-1} M] numbers, are made again on the way back: of all layers one at a time is held.
+    Either all products are made first, [B, D, H_{k-1} M] numbers, or all sums over j, [B, D, H_k H_{k-1}] numbers,
+    whichever is less. These are made again on the way back; on a CPU for some samples at a time, so that they stay in
+    its cache.
     """
 
     def __init__(self, num_fields: int, widths: Sequence[int]) -> None:
@@ -39,15 +46,38 @@ class CompressedInteraction(nn.Module):
         first = x = fields.transpose(1, 2)
         sums = []
         for weight in self.weights:
-            x = checkpoint(_compress, x, first, weight, use_reentrant=False, preserve_rng_state=False)
+            x = _compress(x, first, weight)
             sums.append(x.sum(dim=1))
         return torch.cat(sums, dim=1)
 
 
 def _compress(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
     """One layer: x [B, D, H], first [B, D, M], weight [outputs, H * M] -> [B, D, outputs]."""
+    num_outputs, num_fields = len(weight), first.shape[2]
+    compress = _sums_first if num_outputs < num_fields else _products_first
+    num_samples = len(x)
+    if x.device.type in {"cpu", "meta"} and not torch.compiler.is_exporting():
+        of_sample = math.prod(x.shape[1:]) * min(num_outputs, num_fields)
+        num_samples = max(MIN_SAMPLES, CACHED_NUMBERS // of_sample)
+    return torch.cat(
+        [
+            checkpoint(compress, *parts, weight, use_reentrant=False, preserve_rng_state=False)
+            for parts in zip(x.split(num_samples), first.split(num_samples), strict=True)
+        ]
+    )
+
+
+def _products_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+    """sum_ij W_ij (x_i * first_j)."""
     products = (x[..., None] * first[:, :, None, :]).flatten(2).flatten(0, 1)
     return mlp(products, [weight], [None], relu_last=False).view(*x.shape[:2], len(weight))
+
+
+def _sums_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+    """sum_i x_i * (sum_j W_ij first_j)."""
+    matrix = weight.view(-1, first.shape[2])  # [outputs * H, M]
+    sums = mlp(first.flatten(0, 1), [matrix], [None], relu_last=False)
+    return (sums.view(*x.shape[:2], len(weight), x.shape[2]) * x[:, :, None, :]).sum(dim=3)
 
 
 class XDeepFM(ScoringModel):
