@@ -17,7 +17,7 @@ from meseta.train.setup.heap import NUM_ROUNDS, Heap, heap_peak
 from small_run import environment
 
 MB = 1 << 20
-SIZES = {"autoint": 1024, "xdeepfm": 1024, "mmoe": 4096}
+SIZES = {"autoint": 1024, "mmoe": 4096}
 """Samples, for 0.3 to 0.6 GB; those of all others are 16,384."""
 FIRST = ("autoint",)
 

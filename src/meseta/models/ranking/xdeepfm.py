@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from meseta.config.models.classic import XDeepFMConfig
 from meseta.jagged.shapes import Float
@@ -15,7 +16,7 @@ from meseta.models.base import ModelRequest, ScoringModel
 from meseta.models.fields import Fields, FirstOrder, equal_width, split_weights
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
-from meseta.ops.mlp import mlp
+from meseta.ops.product import product
 
 CACHED_NUMBERS = 1 << 19
 """Of a layer's products or sums at a time: 2 MiB in float32."""
@@ -26,12 +27,8 @@ MIN_SAMPLES = 16
 class CompressedInteraction(nn.Module):
     """Compressed interaction network (CIN), arXiv 1803.05170, section 3.1, equations 6 and 8; no activation.
 
-        X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
-        p^k_h = sum over the D elements of X^k_h
-
-    Either all products are made first, [B, D, H_{k-1} M] numbers, or all sums over j, [B, D, H_k H_{k-1}] numbers,
-    whichever is less. These are made again on the way back; on a CPU for some samples at a time, so that they stay in
-    its cache.
+    X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
+    p^k_h = sum over the D elements of X^k_h
     """
 
     def __init__(self, num_fields: int, widths: Sequence[int]) -> None:
@@ -43,41 +40,94 @@ class CompressedInteraction(nn.Module):
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B sum_of_H"]:
         """p of all layers, side by side."""
-        first = x = fields.transpose(1, 2)
+        first = x = fields.transpose(1, 2).contiguous()
         sums = []
         for weight in self.weights:
-            x = _compress(x, first, weight)
+            x = compress(x, first, weight)
             sums.append(x.sum(dim=1))
         return torch.cat(sums, dim=1)
 
 
-def _compress(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """One layer: x [B, D, H], first [B, D, M], weight [outputs, H * M] -> [B, D, outputs]."""
-    num_outputs, num_fields = len(weight), first.shape[2]
-    compress = _sums_first if num_outputs < num_fields else _products_first
-    num_samples = len(x)
-    if x.device.type in {"cpu", "meta"} and not torch.compiler.is_exporting():
-        of_sample = math.prod(x.shape[1:]) * min(num_outputs, num_fields)
-        num_samples = max(MIN_SAMPLES, CACHED_NUMBERS // of_sample)
-    return torch.cat(
-        [
-            checkpoint(compress, *parts, weight, use_reentrant=False, preserve_rng_state=False)
-            for parts in zip(x.split(num_samples), first.split(num_samples), strict=True)
-        ]
-    )
+def compress(
+    x: Float[Tensor, "B D H"], first: Float[Tensor, "B D M"], weight: Float[Tensor, "outputs H_times_M"]
+) -> Float[Tensor, "B D outputs"]:
+    """A layer of a CIN: out_o = sum_ij W_o,ij (x_i * first_j), in the type of x; differentiable once.
+
+    The smaller of two arrays is made: all products, [B, D, H M] numbers, or all sums over j, [B, D, outputs H] numbers.
+    It is made again on the way back; on a CPU for some samples at a time, so that it stays in the cache.
+    """
+    if torch.compiler.is_exporting():
+        products = (x[..., None] * first[:, :, None, :]).flatten(2)
+        return products @ weight.to(x.dtype).t()
+    result: Tensor = _Compress.apply(x, first, weight)
+    return result
+
+
+class _Compress(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, first, weight)
+        outputs, matrix = x.new_empty(*x.shape[:2], len(weight)), weight.to(x.dtype)
+        compress_some = _sums_first if len(weight) < first.shape[2] else _products_first
+        for some in _samples(x, first, weight):
+            outputs[some] = compress_some(x[some], first[some], matrix)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, weight = ctx.saved_tensors
+        of_x, of_first, matrix = torch.empty_like(x), torch.empty_like(first), weight.to(x.dtype)
+        of_weight = torch.zeros_like(matrix)
+        way_back = _sums_first_backward if len(weight) < first.shape[2] else _products_first_backward
+        for some in _samples(x, first, weight):
+            of_x[some], of_first[some], part = way_back(gradient[some], x[some], first[some], matrix)
+            of_weight += part
+        return of_x, of_first, of_weight.to(weight.dtype)
+
+
+def _samples(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
+    """Those that are computed at a time, all of them. The meta device stands for a CPU."""
+    num_samples = at_a_time = len(x)
+    if x.device.type in {"cpu", "meta"}:
+        of_sample = math.prod(x.shape[1:]) * min(len(weight), first.shape[2])
+        at_a_time = max(MIN_SAMPLES, CACHED_NUMBERS // of_sample)
+    return [slice(start, start + at_a_time) for start in range(0, num_samples, max(at_a_time, 1))]
 
 
 def _products_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """sum_ij W_ij (x_i * first_j)."""
-    products = (x[..., None] * first[:, :, None, :]).flatten(2).flatten(0, 1)
-    return mlp(products, [weight], [None], relu_last=False).view(*x.shape[:2], len(weight))
+    """Of products x_i * first_j, by one product of matrices."""
+    return product(_products(x, first), weight.t()).view(*x.shape[:2], len(weight))
+
+
+def _products(x: Tensor, first: Tensor) -> Float[Tensor, "B_times_D H_times_M"]:
+    return (x[..., None] * first[:, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def _products_first_backward(
+    gradient: Tensor, x: Tensor, first: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = gradient.flatten(0, 1)
+    of_weight = product(flat.t(), _products(x, first))
+    of_products = product(flat, weight).view(*x.shape, first.shape[2])
+    return (of_products * first[:, :, None, :]).sum(dim=3), (of_products * x[..., None]).sum(dim=2), of_weight
 
 
 def _sums_first(x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-    """sum_i x_i * (sum_j W_ij first_j)."""
+    """Of sums over j, each multiplied by its x_i."""
+    return (_sums(x, first, weight) * x[:, :, None, :]).sum(dim=3)
+
+
+def _sums(x: Tensor, first: Tensor, weight: Tensor) -> Float[Tensor, "B D outputs H"]:
     matrix = weight.view(-1, first.shape[2])  # [outputs * H, M]
-    sums = mlp(first.flatten(0, 1), [matrix], [None], relu_last=False)
-    return (sums.view(*x.shape[:2], len(weight), x.shape[2]) * x[:, :, None, :]).sum(dim=3)
+    return product(first.flatten(0, 1), matrix.t()).view(*x.shape[:2], len(weight), x.shape[2])
+
+
+def _sums_first_backward(gradient: Tensor, x: Tensor, first: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    of_x = (_sums(x, first, weight) * gradient[..., None]).sum(dim=2)
+    of_sums = (gradient[..., None] * x[:, :, None, :]).flatten(2).flatten(0, 1)  # [B * D, outputs * H]
+    of_first = product(of_sums, weight.view(-1, first.shape[2])).view_as(first)
+    return of_x, of_first, product(of_sums.t(), first.flatten(0, 1)).view_as(weight)
 
 
 class XDeepFM(ScoringModel):
