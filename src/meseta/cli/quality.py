@@ -77,7 +77,7 @@ class _SuiteWork:
                 self._check_all()
                 self._make_rows(one)
                 self._train(missing)
-            one.drop_rows()
+            one.drop_rows_and_weights()
 
     def _check_all(self) -> None:
         """Before the first training: whether each config fits all that it is to be trained on."""

@@ -105,23 +105,21 @@ class Round:
     runs: tuple[SuiteRun, ...]
 
     def missing(self) -> list[SuiteRun]:
-        """What is not done yet; the weights go of what is, which an end between figures and weights has left. Raises
-        MesetaError where something was done otherwise."""
+        """What is not done yet. Raises MesetaError where something was done otherwise."""
         for run in self.runs:
             run.claim()
-        missing = [run for run in self.runs if not run.is_done()]
-        for run in self.runs:
-            if run not in missing:
-                run.forget_weights()
-        return missing
+        return [run for run in self.runs if not run.is_done()]
 
     @property
     def needs_rows(self) -> bool:
         """Whether the rows have to be made first."""
         return self.world is not None and not self.folder.is_dir()
 
-    def drop_rows(self) -> None:
-        """Those of a world, which can be made again."""
+    def drop_rows_and_weights(self) -> None:
+        """Rows of a world, which can be made again; weights that a run has left which ended when it had its figures."""
+        for run in self.runs:
+            if run.is_done():
+                run.forget_weights()
         if self.world is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
