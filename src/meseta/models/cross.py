@@ -14,7 +14,7 @@ from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal
 from meseta.models.layers import BlankLinear, check_widths
 from meseta.ops.mlp import mlp
-from meseta.ops.sums import softmax
+from meseta.ops.sums import add_product, softmax
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
 
@@ -57,7 +57,7 @@ class FullCross(nn.Module):
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
         for layer in self.layers:
-            x = torch.addcmul(x, x0, layer(x))
+            x = add_product(x, x0, layer(x))
         return x
 
 
@@ -72,7 +72,7 @@ class LowRankCross(nn.Module):
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
         for down, up in zip(self.down, self.up, strict=True):
-            x = torch.addcmul(x, x0, up(down(x)))
+            x = add_product(x, x0, up(down(x)))
         return x
 
 
@@ -105,7 +105,7 @@ class MixtureCross(nn.Module):
             seen = self.activate(down(x)).split(self.rank, dim=1)
             inside = [self.activate(mlp(v, [c], [None], relu_last=False)) for v, c in zip(seen, inner, strict=True)]
             gated = torch.stack(inside, dim=1) * softmax(gates(x))[..., None]  # [B, experts, rank]
-            x = torch.addcmul(x, x0, up(gated.flatten(1)))
+            x = add_product(x, x0, up(gated.flatten(1)))
         return x
 
     def fill(self, seed: int, name: str) -> None:
@@ -125,5 +125,5 @@ class GatedCross(nn.Module):
     def forward(self, c0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         c = c0
         for layer, gate in zip(self.layers, self.gates, strict=True):
-            c = torch.addcmul(c, c0 * layer(c), torch.sigmoid(gate(c)))
+            c = add_product(c, c0 * layer(c), torch.sigmoid(gate(c)))
         return c

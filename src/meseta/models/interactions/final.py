@@ -16,6 +16,7 @@ from meseta.jagged.shapes import Float
 from meseta.models.base import ModelRequest, OfDense, ScoringModel
 from meseta.models.fields import Fields, MixFields, equal_width
 from meseta.models.layers import BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
+from meseta.ops.sums import add_product
 from meseta.spec import MesetaError
 
 MUTUAL_TERMS = ("first_block", "second_block")
@@ -62,7 +63,7 @@ class FinalBlock(HiddenLayers):
         placed = self.place(batch, x)
         for index, layer in enumerate(self.layers):
             a, g = layer(x).chunk(2, dim=1)
-            x = torch.cat([a, a * g], dim=1) if self.shape.residual == "concat" else torch.addcmul(a, a, g)
+            x = torch.cat([a, a * g], dim=1) if self.shape.residual == "concat" else add_product(a, a, g)
             x = self.normalise(index, x, placed)
             x = self.drop(index, functional.relu(x) if self.shape.relu else x, placed)
         return cast(Tensor, self.head(x.to(self.head.weight.dtype))).squeeze(1)
