@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from meseta.models import FM, AutoInt, DeepFM, MMoE, WideDeep, XDeepFM
 from meseta.models.ranking import xdeepfm
-from meseta.models.ranking.xdeepfm import MIN_SAMPLES
 from model_parts import OneRowEach, some_dense, some_ids
 
 Array = np.ndarray
@@ -107,7 +106,7 @@ def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "cin_layers"),
-    [(0, (3, 2)), (1, (3, 2)), (4, (3, 2)), (4, (7, 2)), (2 * MIN_SAMPLES + 1, (3, 7))],
+    [(0, (3, 2)), (1, (3, 2)), (4, (3, 2)), (4, (7, 2)), (2 * xdeepfm.MIN_SAMPLES + 1, (3, 7))],
     ids=["no_sample", "one", "sums_first", "products_first", "some_at_a_time"],
 )
 def test_xdeepfm_compresses_products_of_rows(
@@ -131,6 +130,24 @@ def test_xdeepfm_compresses_products_of_rows(
         deep = mlp(np.concatenate(first), model.deep_mlp)
         expected.append(first_order(model, x, rows) + number(model.cin_head.weight)[0] @ np.array(sums) + deep[0])
     np.testing.assert_allclose(logits, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("num_outputs", [2, 7], ids=["sums_first", "products_first"])
+def test_the_way_back_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+    """By torch.autograd, of all samples at once."""
+    monkeypatch.setattr(xdeepfm, "CACHED_NUMBERS", 1)
+    generator = torch.Generator().manual_seed(5)
+    shapes = (2 * xdeepfm.MIN_SAMPLES + 1, 3, 4), (2 * xdeepfm.MIN_SAMPLES + 1, 3, 5), (num_outputs, 20)
+    x, first, weight = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes
+    )
+    expected = torch.einsum("bdi,bdj,oij->bdo", x, first, weight.view(num_outputs, 4, 5))
+    found = xdeepfm.compress(x, first, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.rand(found.shape, dtype=torch.float64, generator=generator)
+    pairs = (torch.autograd.grad(out, [x, first, weight], weights) for out in (found, expected))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def interact(layer: nn.Module, fields: list[Array], num_heads: int) -> list[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ MIN_SAMPLES = 16
 class CompressedInteraction(nn.Module):
     """Compressed interaction network (CIN), arXiv 1803.05170, section 3.1, equations 6 and 8; no activation.
 
-    X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
-    p^k_h = sum over the D elements of X^k_h
+        X^k_h = sum_{i,j} W^{k,h}_{ij} X^{k-1}_i * X^0_j      rows X_h are vectors of width D, * is by element
+        p^k_h = sum over the D elements of X^k_h
+
+    A layer is `compress`.
     """
 
     def __init__(self, num_fields: int, widths: Sequence[int]) -> None:
@@ -57,8 +59,7 @@ def compress(
     It is made again on the way back; on a CPU for some samples at a time, so that it stays in the cache.
     """
     if torch.compiler.is_exporting():
-        products = (x[..., None] * first[:, :, None, :]).flatten(2)
-        return products @ weight.to(x.dtype).t()
+        return (_products(x, first) @ weight.to(x.dtype).t()).view(*x.shape[:2], len(weight))
     result: Tensor = _Compress.apply(x, first, weight)
     return result
 
@@ -68,7 +69,7 @@ class _Compress(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, first, weight)
         outputs, matrix = x.new_empty(*x.shape[:2], len(weight)), weight.to(x.dtype)
-        compress_some = _sums_first if len(weight) < first.shape[2] else _products_first
+        compress_some, _ = _smaller_way(first, weight)
         for some in _samples(x, first, weight):
             outputs[some] = compress_some(x[some], first[some], matrix)
         return outputs
@@ -79,11 +80,18 @@ class _Compress(torch.autograd.Function):
         x, first, weight = ctx.saved_tensors
         of_x, of_first, matrix = torch.empty_like(x), torch.empty_like(first), weight.to(x.dtype)
         of_weight = torch.zeros_like(matrix)
-        way_back = _sums_first_backward if len(weight) < first.shape[2] else _products_first_backward
+        _, way_back = _smaller_way(first, weight)
         for some in _samples(x, first, weight):
             of_x[some], of_first[some], part = way_back(gradient[some], x[some], first[some], matrix)
             of_weight += part
         return of_x, of_first, of_weight.to(weight.dtype)
+
+
+def _smaller_way(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
+    """That whose array is the smaller one, and its way back."""
+    if len(weight) < first.shape[2]:
+        return _sums_first, _sums_first_backward
+    return _products_first, _products_first_backward
 
 
 def _samples(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
