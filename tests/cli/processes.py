@@ -17,6 +17,14 @@ PATIENCE_S = 180
 """For starting torch on a busy machine, not for anything that is measured."""
 
 
+def fact_of(pid: int, name: str) -> str:
+    """What the system says of a process; nothing where it has ended, be it between two looks at it."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 class Command:
     """`meseta ...` in a session of its own, or another `program` of `forked.PROGRAMS`; its ranks are in it too.
 
@@ -59,23 +67,21 @@ class Command:
     def members(self) -> list[int]:
         """Processes of the session that are alive, without the launcher."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self.pid:
-                try:
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                if int(fields[3]) == self.pid and fields[0] not in "ZX":
-                    found.append(int(entry.name))
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != self.pid:
+                fields = fact_of(int(name), "stat").rpartition(")")[2].split()
+                if fields and int(fields[3]) == self.pid and fields[0] not in "ZX":
+                    found.append(int(name))
         return sorted(found)
 
     def ranks(self) -> dict[int, int]:
         """Process of each rank that `--nproc` has started."""
-        names = {}
-        for pid in self.members():
-            with contextlib.suppress(OSError):
-                names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+        names = {pid: fact_of(pid, "comm").strip() for pid in self.members()}
         return {int(name.removeprefix("meseta rank ")): pid for pid, name in names.items() if "rank" in name}
+
+    def readers(self) -> list[int]:
+        """Processes that decode rows for the command, and their dispatcher."""
+        return [pid for pid in self.members() if "readers" in fact_of(pid, "cmdline").split("\0")]
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""

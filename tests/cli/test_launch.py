@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.processes import fact_of
 from forked import forking
 from meseta.cli import launch
 from meseta.cli.watch import RankWatch
@@ -82,7 +83,7 @@ def test_a_command_ends_with_the_process_that_started_it() -> None:
         lines = {launcher.stdout.readline().strip() for _ in range(2)}
         argv = "['meseta', 'train', 'a.yaml']"
         (pid,) = lines - {argv}
-        assert Path(f"/proc/{pid}/comm").read_text() == "meseta rank 0\n"
+        assert fact_of(int(pid), "comm") == "meseta rank 0\n"
         launcher.kill()
         deadline = time.monotonic() + 10
         while is_running(int(pid)):
@@ -92,10 +93,8 @@ def test_a_command_ends_with_the_process_that_started_it() -> None:
 
 def is_running(pid: int) -> bool:
     """Whether the process is there, and not only the record of its end."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    fields = fact_of(pid, "stat").rpartition(")")[2].split()
+    return bool(fields) and fields[0] not in "ZX"
 
 
 def test_only_losses_of_peers_are_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -42,13 +43,12 @@ def listening_inodes() -> dict[str, str]:
 def open_inodes(pid: int) -> set[str]:
     """Sockets of a process; none where it has just ended."""
     found = set()
-    try:
+    with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except OSError:
-        pass
+            with contextlib.suppress(OSError):  # this one was closed meanwhile
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
     return found
 
 

@@ -15,20 +15,15 @@ from small_run import final_checksum, metrics, settings, train, without_times, w
 COMMON = {"train__epochs": 2, "checkpoint__every_steps": 5}
 
 
-def readers_of(command: Command) -> list[int]:
-    """Processes that decode rows for a command, and its dispatcher."""
-    return [pid for pid in command.members() if b"readers" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
-
-
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_same_weights_and_no_process_is_left(nproc: int, tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", 2, "--nproc", nproc)
     command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
-    assert len(readers_of(command)) == 3
+    assert len(command.readers()) == 3
     command.succeed()
-    assert readers_of(command) == []
+    assert command.readers() == []
     local = tmp_path / "local"
     if nproc == 1:
         train(settings(tiny, local, **COMMON))
@@ -43,9 +38,9 @@ def test_auto_begins_with_one(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", "auto")
     command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
-    assert len(readers_of(command)) == 2
+    assert len(command.readers()) == 2
     command.succeed()
-    assert readers_of(command) == []
+    assert command.readers() == []
     train(settings(tiny, tmp_path / "local", **COMMON))
     assert final_checksum(run_dir) == final_checksum(tmp_path / "local")
 
@@ -54,10 +49,10 @@ def test_a_killed_launcher_leaves_no_reader(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
     command = Command(tmp_path / "log", "train", config, "--readers", 1, "--nproc", 2)
     command.until(lambda: "step 8/" in command.err.read_text(), "step 8")
-    assert len(readers_of(command)) == 2
+    assert len(command.readers()) == 2
     command.send(signal.SIGKILL, to_all=False)
     deadline_s = time.monotonic() + PATIENCE_S
-    while readers_of(command):
+    while command.readers():
         assert time.monotonic() < deadline_s, "readers outlive the command"
         time.sleep(0.05)
 

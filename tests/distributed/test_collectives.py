@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,10 @@ def test_all_to_all(ranks: Ranks, sizes: list[list[int]]) -> None:
 def policies() -> tuple[int, dict[str, set[int]]]:
     """How the system schedules this thread, and each kind of thread that carries messages, of both groups."""
     World.current().apart()
-    tasks = [(task / "comm", int(task.name)) for task in Path("/proc/self/task").glob("*")]
     found: dict[str, set[int]] = {}
-    for comm, number in tasks:
-        found.setdefault(comm.read_text().strip(), set()).add(os.sched_getscheduler(number))
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread of others has ended meanwhile
+            found.setdefault((task / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(task.name)))
     return os.sched_getscheduler(0), {name: found[name] for name in TRANSPORT_THREADS}
 
 

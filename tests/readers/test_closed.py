@@ -17,6 +17,7 @@ from cryptography import x509
 from pyarrow import flight
 
 from bad_input.commands import run_here
+from cli.processes import fact_of
 from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
@@ -421,12 +422,8 @@ def test_secrets_are_in_no_text_of_an_object(tier: Tier, folder: Path) -> None:
             assert token_of(folder) not in text and "PRIVATE" not in text
 
 
-def proc(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
-
-
 def peak_mb(pid: int) -> int:
-    [line] = [line for line in proc(pid, "status").splitlines() if line.startswith("VmHWM")]
+    [line] = [line for line in fact_of(pid, "status").splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) // 1024
 
 
@@ -463,7 +460,7 @@ def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
         assert [peak_mb(pid) for pid in pids] <= [peak + 20 for peak in before]
         ended = run_here("readers", "status", url, "--keys", str(folder))
         assert ended.code == 0 and "reader 'grpc+tls://localhost:" in ended.out
-        seen = "".join(proc(pid, name) for pid in pids for name in ("cmdline", "environ"))
+        seen = "".join(fact_of(pid, name) for pid in pids for name in ("cmdline", "environ"))
         for text in (seen, out.read_text(), ended.out, ended.err):
             assert token_of(folder) not in text and "PRIVATE" not in text
     finally:
