@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -75,6 +76,11 @@ class Namespace:
         )
         if done.returncode:
             raise Impossible(f"{program}: {done.stderr.strip()}; the commands were: {'; '.join(lines)}")
+
+    def dropped_packets(self) -> int:
+        """Packets that no queue inside had room for."""
+        shown = subprocess.run(self.entered(["tc", "-s", "-j", "qdisc", "show"]), capture_output=True, check=True)
+        return sum(queue["drops"] for queue in json.loads(shown.stdout))
 
     def table(self, name: str) -> str:
         """/proc/net/NAME as a process inside reads it."""

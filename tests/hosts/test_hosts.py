@@ -75,6 +75,7 @@ def test_counters_are_those_of_the_link() -> None:
 def test_a_link_lets_its_rate_through_and_counts_what_is_sent() -> None:
     with Hosts(2, across="100mbit") as hosts:
         outcome = send(hosts)
+        assert hosts.dropped_packets() == 0
     assert outcome.outputs[1].split() == ["listens", str(NUM_BYTES)]
     least = 8 * NUM_BYTES / 100e6
     assert least <= float(outcome.outputs[0]) < 3 * least
@@ -83,8 +84,17 @@ def test_a_link_lets_its_rate_through_and_counts_what_is_sent() -> None:
     for sent, received in ((sender.sent_bytes, receiver.received_bytes), (receiver.sent_bytes, sender.received_bytes)):
         assert abs(sent - received) < 1000  # a last packet may be on its way when counters are read
     assert abs(receiver.payload_bytes) < 0.01 * NUM_BYTES  # it acknowledges, and packets that open have shorter headers
-    assert sender.resent_packets == receiver.resent_packets == 0
     assert all(a.traffic[0].sent_bytes <= b.traffic[0].sent_bytes for a, b in pairwise(outcome.samples))
+
+
+@NAMESPACES
+def test_what_a_queue_has_no_room_for_is_counted_and_sent_again() -> None:
+    with Hosts(2, across="100mbit") as hosts:
+        hosts._fabric.configure("tc", ["qdisc change dev host1 root tbf rate 100mbit burst 16kb limit 16kb"])
+        outcome = send(hosts)
+        dropped = hosts.dropped_packets()
+    assert outcome.outputs[1].split() == ["listens", str(NUM_BYTES)]
+    assert 0 < dropped <= outcome.traffic[0].resent_packets
 
 
 @NAMESPACES
