@@ -135,8 +135,8 @@ class Hosts:
         self._made.close()
 
     def dropped_packets(self) -> int:
-        """Packets that the queues of all links had no room for. TCP sends these again, and on a busy machine now and then
-        one that was not lost, since its acknowledgement is late."""
+        """Packets that the queues of all links had no room for. TCP sends these again, and on a busy machine now and
+        then one that was not lost, since its acknowledgement is late."""
         return sum(place.dropped_packets() for place in (self._fabric, *self._hosts))
 
     def reshape(self, across: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,23 +57,23 @@ class EpochOrder:
         self._shuffle_key = shuffle_key
         self._windows = [groups[places].tolist() for places in group_into_windows(rows.tolist(), window_rows)]
         sizes = [sum(group_rows[group] for group in window) for window in self._windows]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._starts = list(accumulate(sizes, initial=0))
 
     def find(self, row: int) -> int:
         """The window that holds a row of the epoch."""
-        return int(np.searchsorted(self._starts, row, side="right")) - 1
+        return bisect_right(self._starts, row) - 1
 
     @property
     def num_rows(self) -> int:
         """Rows of the epoch."""
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def bounds(self, index: int) -> tuple[int, int]:
         """The first row of the epoch in window `index`, and the one after its last."""
-        return int(self._starts[index]), int(self._starts[index + 1])
+        return self._starts[index], self._starts[index + 1]
 
     def window(self, index: int) -> Window:
         """Window `index`, with its permutation worked out."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset
@@ -86,9 +87,10 @@ class ReceivedRows:
     def __init__(self, batch: pa.RecordBatch, dataset: Dataset, schema: pa.Schema, sender: str) -> None:
         """Raises MesetaError, which names the sender, for anything but what `to_record_batch` makes."""
         problem = None
+        arrays = batch.columns
         if not batch.schema.equals(schema):
             problem = "rows with other columns than the dataset has"
-        elif any(column.null_count for column in batch.columns):
+        elif any(column.null_count for column in arrays):
             problem = "rows with values missing"
         else:
             try:
@@ -98,7 +100,7 @@ class ReceivedRows:
         if problem is not None:
             raise MesetaError(f"{sender} sent {problem}; run the same version everywhere")
         self.num_rows = batch.num_rows
-        columns = iter(batch.columns)
+        columns = iter(arrays)
         self._labels = [next(columns).to_numpy() for _ in dataset.label_columns]
         self._num_labels = len(dataset.labels)
         self._weight = None if dataset.weight is None else next(columns).to_numpy()
@@ -107,12 +109,12 @@ class ReceivedRows:
         self._dense = (
             next(columns).flatten().to_numpy().reshape(shape) if dataset.dense else np.empty(shape, np.float32)
         )
-        self._singles: list[NDArray[Any]] = []
+        singles: list[NDArray[Any]] = []
         self._bags: list[IdLists] = []
         for feature in dataset.sparse:
             ids = next(columns)
             if not feature.multi_valued:
-                self._singles.append(ids.to_numpy())
+                singles.append(ids.to_numpy())
                 continue
             lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
             weights = next(columns) if feature.weighted else None
@@ -122,14 +124,16 @@ class ReceivedRows:
                 )
             values = ids.flatten().to_numpy()
             self._bags.append(IdLists(lengths, values, None if weights is None else weights.flatten().to_numpy()))
+        self._columns = singles  # a matrix over them keeps but the first
+        self._singles = _stacked(singles)
 
     def take(self, start: int, stop: int) -> Rows:
         """Rows start..stop-1 of it."""
         labels = [label[start:stop] for label in self._labels]
         labels = labels or [np.full(stop - start, np.nan, np.float32) for _ in range(self._num_labels)]
-        single = np.empty((len(self._singles), stop - start), np.int64)
-        for place, ids in enumerate(self._singles):
-            single[place] = ids[start:stop]
+        single = np.empty((len(self._columns), stop - start), np.int64)
+        for place, ids in self._singles:
+            single[place] = ids[..., start:stop]
         return Rows(
             labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
             self._dense[start:stop],
@@ -138,3 +142,14 @@ class ReceivedRows:
             None if self._weight is None else self._weight[start:stop],
             None if self._group is None else self._group[start:stop],
         )
+
+
+def _stacked(columns: list[NDArray[Any]]) -> list[tuple[int | slice, NDArray[Any]]]:
+    """Columns [n] as one matrix without a copy, where they have one type and lie at equal distances, as those of a
+    record batch do; else each by itself. With each goes its place among all."""
+    addresses = [column.__array_interface__["data"][0] for column in columns]
+    steps = set(np.diff(addresses).tolist())
+    if len(steps) == 1 and len({column.dtype for column in columns}) == 1:
+        shape, strides = (len(columns), len(columns[0])), (*steps, columns[0].itemsize)
+        return [(slice(None), as_strided(columns[0], shape, strides, writeable=False))]
+    return list(enumerate(columns))

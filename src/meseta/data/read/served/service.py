@@ -40,6 +40,7 @@ class Dispatcher:
         """Raises MesetaError for what is no address, or does not go with the keys."""
         self.url, self.keys = url, keys
         self._connection = Connection("dispatcher", url, keys)
+        self._readers: dict[str, Connection] = {}
 
     def __repr__(self) -> str:
         return str(self._connection)
@@ -74,6 +75,16 @@ class Dispatcher:
     def status(self) -> TierStatus:
         """What it knows of readers and of those who read."""
         return TierStatus.from_bytes(self._call("status", b"", CALL_S), str(self))
+
+    def reader(self, url: str) -> Connection:
+        """A reader that it has named; one connection to each, until `forget`."""
+        if url not in self._readers:
+            self._readers[url] = Connection("reader", url, self.keys)
+        return self._readers[url]
+
+    def forget(self, url: str) -> None:
+        """That reader has failed: whoever is there later is connected to anew."""
+        self._readers.pop(url, None)
 
     def close(self) -> None:
         self._connection.client.close()

@@ -240,9 +240,9 @@ class ServedRows:
         self._order, self._cut, self._asked = order, cut, asked
         self._dispatcher = dispatcher
         self._waits, self._give_up_s = waits, give_up_s
-        self._connections: dict[str, Connection] = {}
         self._windows: dict[int, ComingWindow] = {}
-        self._next = order.find(asked.begin)
+        self._first = self._next = order.find(asked.begin)
+        """Windows before `_first` are passed, those from `_next` on were not asked for."""
         self._next_epoch = next_epoch
         self._following: ServedRows | None = None
         self._num_ahead = 1
@@ -274,8 +274,10 @@ class ServedRows:
         return following
 
     def _take(self, index: int, num_rows: int) -> list[Rows]:
-        for passed in [number for number in self._windows if number < index]:
-            self._windows.pop(passed).close()
+        if self._first < index:
+            for passed in [number for number in self._windows if number < index]:
+                self._windows.pop(passed).close()
+            self._first = index
         parts = []
         while num_rows:
             window = self._look_ahead(index)
@@ -296,7 +298,7 @@ class ServedRows:
         """Ask for the windows up to `last` that were not asked for; where the epoch ends before, for the first of the
         next one."""
         was_next = self._next
-        while self._next < len(self._order) and self._next <= last:
+        while self._next <= last and self._next < len(self._order):
             num_rows = self._cut.num_rows_between(self._asked.begin, *self._order.bounds(self._next))
             if num_rows:
                 self._windows[self._next] = ComingWindow(num_rows)
@@ -304,9 +306,11 @@ class ServedRows:
         if self._next > was_next:
             with suppress(Unreachable):  # asked again at their turn
                 self._open()
-        if last >= len(self._order) and self._next_epoch is not None:
+        if last < len(self._order):
+            return
+        if self._next_epoch is not None:
             self._following, self._next_epoch = self._next_epoch(), None
-        if last >= len(self._order) and self._following is not None:
+        if self._following is not None:
             self._following._ask(last - len(self._order))
 
     def _open(self, troubles: Sequence[ReaderTrouble] = ()) -> None:
@@ -318,7 +322,7 @@ class ServedRows:
             window = self._windows.get(lease.window)
             if window is not None and window.stream is None:
                 ticket = self._asked.ticket(lease.window, window.num_had)
-                window.stream = WindowStream(self._connection(lease.reader), ticket, self._asked.rows)
+                window.stream = WindowStream(self._dispatcher.reader(lease.reader), ticket, self._asked.rows)
 
     def _lease(self, windows: Sequence[int], troubles: Sequence[ReaderTrouble] = ()) -> Leases:
         with self._without_reader():
@@ -338,12 +342,6 @@ class ServedRows:
             yield
         finally:
             self._waits.count(NO_READER, RowWait(no_lease_s=time.monotonic() - begin_s))
-
-    def _connection(self, reader: str) -> Connection:
-        """One that is kept."""
-        if reader not in self._connections:
-            self._connections[reader] = Connection("reader", reader, self._dispatcher.keys)
-        return self._connections[reader]
 
     def _next_rows(self, index: int, window: ComingWindow) -> ReceivedRows:
         """Rows of window `index` that have not come yet, from whoever has them."""
@@ -379,6 +377,7 @@ class ServedRows:
         if came is not None:
             self._count_wait(window)
             window.close()
+            self._dispatcher.forget(reader)
             return self._open([ReaderTrouble(window=index, reader=reader, what=str(came)[:4096])])
         what = [ReaderTrouble(window=index, reader=reader, what=SLOW)] if wait.is_long() else []
         leases = self._lease([index], what).leases
