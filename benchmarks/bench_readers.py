@@ -28,7 +28,8 @@ BATCH_SIZES = (2048, 8192)
 NUM_READERS = 2
 MESETA = [sys.executable, "-m", "meseta.cli.main"]
 NUM_EPOCHS = 8
-"""Enough that what the first batches of a process cost, about 90 ms, does not count."""
+"""Times the number of ranks: each process reads as many rows, enough that what its first batches cost, about 90 ms,
+does not count."""
 
 MEASURE = """
 import json, resource, sys, time
@@ -56,7 +57,7 @@ SERVED = (
     "reader = ServedReader(Service(url=sys.argv[2], keys=KEYS), 'train', options, rank=rank, num_ranks=num_ranks, "
     "run=Run(name=sys.argv[5], attempt=0))"
 )
-READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS}))"
+READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS} * num_ranks))"
 
 
 @contextmanager
@@ -166,7 +167,7 @@ def measure_bytes(case: str, served: str, data: str, url: str) -> None:
     sent = loopback_bytes() - before
     dataset = Dataset.load(data)
     row_bytes = 4 * (1 + len(dataset.dense) + len(dataset.sparse))  # ids are int32
-    plain = NUM_EPOCHS * dataset.splits["train"].num_rows * row_bytes
+    plain = NUM_EPOCHS * 4 * dataset.splits["train"].num_rows * row_bytes
     record("readers", case, "bytes of 4 ranks", sent, "bytes", peer="Arrow data", peer_value=plain)
 
 
