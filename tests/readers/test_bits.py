@@ -14,6 +14,9 @@ from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.cut import BatchCut
 from meseta.data.read.order import epoch_order
+from meseta.data.read.served import service
+from meseta.data.read.served.connection import Connection
+from meseta.data.read.served.keys import Keys
 from meseta.data.read.served.reader import ServedReader
 from meseta.readers.reading import ReadServer
 from readers.tier import Tier, digest, running
@@ -54,6 +57,20 @@ def test_batches_are_those_of_a_reader(
     )  # fmt: skip
     assert list(map(digest, served.epochs(2))) == list(map(digest, local.epochs(2)))
     assert served.get_state() == local.get_state()
+
+
+def test_connections_outlive_an_epoch(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def connect(kind: str, url: str, keys: Keys | None) -> Connection:
+        made.append((kind, url))
+        return Connection(kind, url, keys)
+
+    monkeypatch.setattr(service, "Connection", connect)
+    served = ServedReader(tier.service, "train", ReaderOptions(batch_size=64, window_rows=50))
+    for _ in served.epochs(4):
+        pass
+    assert len(made) == len(set(made)) <= 1 + len(tier.readers) and ("dispatcher", tier.service.url) in made
 
 
 @given(
