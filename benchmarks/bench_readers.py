@@ -5,7 +5,7 @@ workers: rows a second, the processor time of trainers, and bytes on the wire.
 
 Default 2,000,000 rows, synthetic. --keys: encrypted, with tokens. --bytes: nothing but the bytes on the wire. Every
 measurement is a process of its own, or one for each rank; cases take turns. Appends to
-benchmarks/results.csv. tf.data service and Ray Data are not among the peers yet.
+benchmarks/results.csv. tf.data service and Ray Data stand beside it in bench_reader_peers.py.
 """
 
 import argparse
@@ -161,14 +161,14 @@ def measure_bytes(case: str, served: str, data: str, url: str) -> None:
     """What an epoch of four ranks sends, beside its Arrow data."""
     from meseta.data import Dataset
 
-    setup = OURS.replace("BATCH", "8192").replace("SHUFFLE", "True")
+    setup, num_ranks = OURS.replace("BATCH", "8192").replace("SHUFFLE", "True"), 4
     before = loopback_bytes()
-    measured((f"{setup}\n{served}", READ), [data, url], 4)
+    measured((f"{setup}\n{served}", READ), [data, url], num_ranks)
     sent = loopback_bytes() - before
     dataset = Dataset.load(data)
     row_bytes = 4 * (1 + len(dataset.dense) + len(dataset.sparse))  # ids are int32
-    plain = NUM_EPOCHS * 4 * dataset.splits["train"].num_rows * row_bytes
-    record("readers", case, "bytes of 4 ranks", sent, "bytes", peer="Arrow data", peer_value=plain)
+    plain = NUM_EPOCHS * num_ranks * dataset.splits["train"].num_rows * row_bytes
+    record("readers", case, f"bytes of {num_ranks} ranks", sent, "bytes", peer="Arrow data", peer_value=plain)
 
 
 if __name__ == "__main__":

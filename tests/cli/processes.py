@@ -25,6 +25,12 @@ def fact_of(pid: int, name: str) -> str:
         return ""
 
 
+def stat_of(pid: int) -> list[str]:
+    """State, parent, group, session and so on of a process; nothing where it has ended, though its record may stand."""
+    fields = fact_of(pid, "stat").rpartition(")")[2].split()  # a name may hold blanks
+    return fields if fields and fields[0] not in "ZX" else []
+
+
 class Command:
     """`meseta ...` in a session of its own, or another `program` of `forked.PROGRAMS`; its ranks are in it too.
 
@@ -69,8 +75,8 @@ class Command:
         found = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != self.pid:
-                fields = fact_of(int(name), "stat").rpartition(")")[2].split()
-                if fields and int(fields[3]) == self.pid and fields[0] not in "ZX":
+                fields = stat_of(int(name))
+                if fields and int(fields[3]) == self.pid:
                     found.append(int(name))
         return sorted(found)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.processes import fact_of
+from cli.processes import fact_of, stat_of
 from forked import forking
 from meseta.cli import launch
 from meseta.cli.watch import RankWatch
@@ -86,15 +86,9 @@ def test_a_command_ends_with_the_process_that_started_it() -> None:
         assert fact_of(int(pid), "comm") == "meseta rank 0\n"
         launcher.kill()
         deadline = time.monotonic() + 10
-        while is_running(int(pid)):
+        while stat_of(int(pid)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there, and not only the record of its end."""
-    fields = fact_of(pid, "stat").rpartition(")")[2].split()
-    return bool(fields) and fields[0] not in "ZX"
 
 
 def test_only_losses_of_peers_are_losses(monkeypatch: pytest.MonkeyPatch) -> None:

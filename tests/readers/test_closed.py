@@ -460,8 +460,9 @@ def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
         assert [peak_mb(pid) for pid in pids] <= [peak + 20 for peak in before]
         ended = run_here("readers", "status", url, "--keys", str(folder))
         assert ended.code == 0 and "reader 'grpc+tls://localhost:" in ended.out
-        seen = "".join(fact_of(pid, name) for pid in pids for name in ("cmdline", "environ"))
-        for text in (seen, out.read_text(), ended.out, ended.err):
+        seen = [fact_of(pid, name) for pid in pids for name in ("cmdline", "environ")]
+        assert all(seen), "they run"
+        for text in (*seen, out.read_text(), ended.out, ended.err):
             assert token_of(folder) not in text and "PRIVATE" not in text
     finally:
         for process in processes:

@@ -241,8 +241,7 @@ class ServedRows:
         self._dispatcher = dispatcher
         self._waits, self._give_up_s = waits, give_up_s
         self._windows: dict[int, ComingWindow] = {}
-        self._first = self._next = order.find(asked.begin)
-        """Windows before `_first` are passed, those from `_next` on were not asked for."""
+        self._next = order.find(asked.begin)
         self._next_epoch = next_epoch
         self._following: ServedRows | None = None
         self._num_ahead = 1
@@ -274,10 +273,8 @@ class ServedRows:
         return following
 
     def _take(self, index: int, num_rows: int) -> list[Rows]:
-        if self._first < index:
-            for passed in [number for number in self._windows if number < index]:
-                self._windows.pop(passed).close()
-            self._first = index
+        while (passed := next(iter(self._windows), index)) < index:  # they were asked for in order
+            self._windows.pop(passed).close()
         parts = []
         while num_rows:
             window = self._look_ahead(index)
