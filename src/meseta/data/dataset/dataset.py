@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from meseta.errors import doubled, reading_error, shown
-from meseta.machine.files import first_alike, inner_fault, inside, parse_json, read_bounded
+from meseta.machine.files import first_alike, inner_fault, inside, json_text, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
@@ -380,7 +380,7 @@ class Dataset(Record):
 
     def save(self, dir: str | Path) -> None:
         """Write `dir`/dataset.json."""
-        (Path(dir) / FILE_NAME).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        (Path(dir) / FILE_NAME).write_text(json_text(self.to_dict()))
 
     def split(self, name: str) -> Split:
         """The split called `name`; MesetaError where there is none."""

@@ -28,7 +28,7 @@ def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, .
     """The dense features in the layout's order."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
     return tuple(
-        DenseFeature(name=name, fill=0.0, signed=name in layout.signed, mean=mean, std=std)
+        DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std)
         for name, mean, std in columns
     )
 
