@@ -139,11 +139,16 @@ def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def count_values(content: bytes) -> int:
+    """The values in a JSON text, by its commas and opening brackets."""
+    return sum(map(content.count, (b",", b"[", b"{")))
+
+
 def parse_json(content: bytes, *, finite: bool = True) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
     finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH or a
     depth over DOCUMENT_DEPTH."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > DOCUMENT_VALUES:
+    if count_values(content) > DOCUMENT_VALUES:
         raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
     if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
         raise ValueError(f"it has more than {DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
@@ -167,6 +172,13 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
         level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
         depth += 1
     return document
+
+
+def check_readable(content: bytes) -> None:
+    """Raise ValueError if a JSON text that is about to be written exceeds what is read of a document."""
+    if len(content) > DOCUMENT_BYTES:
+        raise ValueError(f"it has {len(content):,} bytes, and at most {DOCUMENT_BYTES:,} are read")
+    parse_json(content)
 
 
 def plain_data(value: Any, *, finite: bool = False) -> Any:

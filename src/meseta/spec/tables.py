@@ -32,7 +32,9 @@ def _check_name(kind: str, name: object) -> None:
 
 
 def table_name_fault(name: str) -> str | None:
-    """Why no files can be named after a table; None where they can."""
+    """Why a table cannot be called so; `None` if it can."""
+    if name == "*":
+        return "in a plan it means all other tables"
     return "it must have characters, and no control characters" if not name or has_controls(name) else None
 
 
