@@ -28,6 +28,10 @@ DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
 STRING_LENGTH = 1 << 20
 """The longest string in it: names, digests and states of generators are far shorter."""
+NUMBER_LENGTH = 250
+"""The longest number in a text, in characters: each one, hexadecimal ones too, can become a float64."""
+INTEGER_BITS = 1000
+"""The longest whole number in a JSON text, for the same reason."""
 BLOCKS = (512, 1024, 2048, 4096)
 """Of devices, in bytes."""
 _NAME_BYTES, _PATH_BYTES = 255, 4096
@@ -146,8 +150,8 @@ def count_values(content: bytes) -> int:
 
 def parse_json(content: bytes, *, finite: bool = True) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH or a
-    depth over DOCUMENT_DEPTH."""
+    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH, a
+    whole number over INTEGER_BITS or a depth over DOCUMENT_DEPTH."""
     if count_values(content) > DOCUMENT_VALUES:
         raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
     if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
@@ -168,6 +172,8 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
                     value.encode()
             elif finite and isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is no number")
+            elif isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+                raise ValueError(f"it has a whole number of more than {INTEGER_BITS:,} bits")
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
         depth += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -18,7 +20,11 @@ DenseDtype = Literal["float32", "bfloat16"]
 """Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
 VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of one number of a row, by TableDtype."""
+LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
+"""Largest finite number, by TableDtype."""
 InitKind = Literal["uniform", "normal", "constant"]
+LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
+"""Largest standard normal number that the Box-Muller transform makes of 32 bits."""
 
 
 def _check_name(kind: str, name: object) -> None:
@@ -52,6 +58,14 @@ class InitSpec:
         if self.scale is not None and check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
             raise MesetaError(f"init: scale of {self.kind!r} is a width and must not be negative, got {self.scale}")
 
+    def check_range(self, owner: str, dtype: TableDtype) -> None:
+        """Raise MesetaError, beginning with `owner`, if values drawn by this may be infinite in `dtype`."""
+        largest = LARGEST_VALUE[dtype] / (LARGEST_NORMAL if self.kind == "normal" else 1.0)
+        if self.scale is not None and abs(self.scale) > largest:
+            raise MesetaError(
+                f"{owner}: scale of {self.kind!r} must be at most {largest:.5g} for values of {dtype}, got {self.scale}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
@@ -79,6 +93,7 @@ class TableSpec:
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise MesetaError(f"table {self.name!r}: {name} must be a whole number, at least 1, got {value!r}")
             object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
+        self.init.check_range(f"table {self.name!r}: init", self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,14 +36,14 @@ MAX_NAMINGS = 4
 OTHER_VALUES, OTHER_BYTES = 20_000, 1 << 20
 """Room for the rest, above all the files of the splits: two values for each 524,288 rows."""
 MAX_CATEGORICAL, MAX_NUMERIC = (
-    round((DOCUMENT_VALUES - OTHER_VALUES) / values, -3) for values in (SPARSE_VALUES, DENSE_VALUES)
+    int(round((DOCUMENT_VALUES - OTHER_VALUES) / values, -3)) for values in (SPARSE_VALUES, DENSE_VALUES)
 )
 """Features that fit if all are of one kind, in thousands."""
 
 
 def check_room(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
-    """Raise MesetaError, beginning with `where`, if the description of a layout and of the sources at `paths` may exceed
-    what is read of a dataset.json."""
+    """Raise MesetaError, beginning with `where`, if what describes a layout and the sources at `paths` may exceed what
+    is read of a dataset.json."""
     num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]
     num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)
