@@ -83,6 +83,10 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+MAX_WHOLE = 2**63 - 1
+"""Largest whole number in what people write: what 64 bits hold."""
+
+
 def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:
     """Raise MesetaError for a key of a document that is not one of `known`."""
     for key in document:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meseta.errors import shown
 from meseta.machine.files import has_controls
+from meseta.spec.tables import LARGEST_VALUE
 
 Name = TypeVar("Name", str, Path)
 
@@ -42,6 +43,14 @@ class Section(BaseModel):
     """A part of the config: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        """Optimizers and losses take numbers as float32."""
+        if isinstance(value, float) and abs(value) > LARGEST_VALUE["float32"]:
+            raise ValueError(f"it must be at most {LARGEST_VALUE['float32']:.5g}, got {value}")
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -65,7 +65,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, i
     if not isinstance(node, yaml.CollectionNode):
         if node.tag in _NUMBERS and len(node.value) > NUMBER_LENGTH:
             raise MesetaError(
-                f"it is not YAML: the number in line {node.start_mark.line + 1} has more than {NUMBER_LENGTH} characters"
+                f"it is not YAML: a number of more than {NUMBER_LENGTH} characters, in line {node.start_mark.line + 1}"
             )
         return 1, 0
     if id(node) not in known:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MesetaError, check_choice, check_keys, is_whole
+from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_keys, is_whole, shown
 from meseta.machine.files import parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
@@ -137,12 +137,14 @@ def _whole(owner: str, path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():  # people write 1.0e9
         value = int(value)
     if not is_whole(value):
-        raise MesetaError(f"{owner}: {path} must be a whole number, got {value!r}")
+        raise MesetaError(f"{owner}: {path} must be a whole number, got {shown(value)}")
+    if abs(value) > MAX_WHOLE:
+        raise MesetaError(f"{owner}: {path} must be at most {MAX_WHOLE}, got {shown(value)}")
     return int(value)
 
 
 def _number(owner: str, path: str, value: Any) -> float:
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         if not isinstance(value, bool):
             return float(value)
     raise MesetaError(f"{owner}: {path} must be a number, got {value!r}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.errors import MesetaError, check_choice, check_number, doubled, nearest, shown
+from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_number, doubled, nearest, shown
 from meseta.machine.files import first_alike, has_controls
 from meseta.spec.optimizer import OptimizerSpec
 
@@ -23,6 +23,7 @@ VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
 """Largest finite number, by TableDtype."""
 InitKind = Literal["uniform", "normal", "constant"]
+MAX_COLUMNS = 2**31 - 1
 LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
 """Largest standard normal number that the Box-Muller transform makes of 32 bits."""
 
@@ -88,10 +89,13 @@ class TableSpec:
     def __post_init__(self) -> None:
         _check_name("table", self.name)
         check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
-        for name in ("num_embeddings", "embedding_dim"):
+        for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                raise MesetaError(f"table {self.name!r}: {name} must be a whole number, at least 1, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= largest:
+                raise MesetaError(
+                    f"table {self.name!r}: {name} must be a whole number, at least 1 and at most {largest}, got "
+                    f"{shown(value)}"
+                )
             object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
         self.init.check_range(f"table {self.name!r}: init", self.dtype)
 
