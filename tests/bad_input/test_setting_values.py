@@ -121,22 +121,27 @@ class Written(str):
     """A text that stands in YAML as it is."""
 
 
-yaml.SafeDumper.add_representer(Written, lambda dumper, text: yaml.ScalarNode("tag:yaml.org,2002:int", str(text)))
+def write_as_it_is(dumper: yaml.SafeDumper, text: Written) -> yaml.ScalarNode:
+    return yaml.ScalarNode(f"tag:yaml.org,2002:{'float' if '.' in text else 'int'}", str(text))
+
+
+yaml.SafeDumper.add_representer(Written, write_as_it_is)
 any_value = st.one_of(values, values, deep, long_numbers.map(Written))
 
 
 def put(document: Any, place: Place, value: Any) -> None:
-    """Set the value at a place, with mappings and lists above it as far as they are missing."""
+    """Set the value at a place; what is above it and no mapping, or list of one, is replaced."""
     for key, after in itertools.pairwise(place):
-        empty: Any = [{}] if isinstance(after, int) else {}
-        if isinstance(document, list):
-            document = document[0]
+        if isinstance(key, int):
+            document = document[key]
             continue
-        if not isinstance(document.get(key), dict | list):
-            document[key] = empty
+        inner = document.get(key)
+        if isinstance(after, int):
+            if not (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
+                document[key] = [{}]
+        elif not isinstance(inner, dict):
+            document[key] = {}
         document = document[key]
-    if isinstance(document, list):
-        document = document[0]
     document[place[-1]] = value
 
 

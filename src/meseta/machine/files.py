@@ -115,6 +115,13 @@ def has_controls(text: str) -> bool:
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
+def escaped(text: str) -> str:
+    """A text in one line: the characters of `has_controls` as Python writes them, such as \\n."""
+    if not has_controls(text):
+        return text
+    return "".join(c.encode("unicode_escape").decode() if has_controls(c) else c for c in text)
+
+
 def file_name(name: str) -> str:
     """The name of a table or feature as one safe part of a path: 'a/b' gives 'a%2Fb'; a long one ends in a digest."""
     quoted = quote(name, safe="")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_keys, is_whole, shown
-from meseta.machine.files import parse_json, read_bounded, write_whole
+from meseta.machine.files import escaped, parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
-        raise MesetaError(f"{kind} file {str(path)!r}: {error}") from None
+        raise MesetaError(escaped(f"{kind} file {str(path)!r}: {error}")) from None
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
