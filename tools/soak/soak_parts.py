@@ -89,8 +89,8 @@ PARTS = {
         ("tests/readers",),
     ),
     "configs": Part(
-        "5,000 spoiled configs and overrides; every key of configs, plans, topologies, constraints and cost models with "
-        "values of any type",
+        "5,000 spoiled configs and overrides; every key of configs, plans, topologies, constraints and cost models "
+        "with values of any type",
         ("tests/bad_input/test_fuzz_config.py", "tests/bad_input/test_setting_values.py"),
     ),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),

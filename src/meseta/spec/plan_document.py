@@ -66,7 +66,7 @@ def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpe
     Raises MesetaError as `Plan.from_dict` does, and where ranks or shards are missing.
     """
     entries, num_ranks = document.get("tables"), document.get("num_ranks")
-    if not isinstance(entries, Mapping) or not is_whole(num_ranks):
+    if not isinstance(entries, Mapping) or not isinstance(num_ranks, int):
         raise MesetaError("it must have num_ranks and tables, as `meseta plan --out` writes them")
     if not 1 <= num_ranks <= MAX_RANKS:
         raise MesetaError(f"num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {num_ranks}")
@@ -146,7 +146,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             hot_rows=hot_rows,
         )
         tier, near_rows = str(entry.get("tier", HBM)), entry.get("near_rows")
-        if is_whole(near_rows) and near_rows > MAX_WHOLE:
+        if isinstance(near_rows, int) and near_rows > MAX_WHOLE:
             raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
         pieces = (replace(s, tier=tier, near_rows=_at_most(near_rows, s.num_rows)) for s in placed.shards)
         placed = replace(placed, shards=tuple(pieces))

@@ -91,7 +91,7 @@ class TableSpec:
         check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
         for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= largest:
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= largest:
                 raise MesetaError(
                     f"table {self.name!r}: {name} must be a whole number, at least 1 and at most {largest}, got "
                     f"{shown(value)}"
