@@ -6,6 +6,7 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -32,7 +33,10 @@ def reading_error(error: Exception, text: str) -> MesetaError:
 
 def shown(value: object) -> str:
     """A value of a stranger's in a message: escaped, and no longer than a line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python shows; a structure without end
+        return f"a value of type {type(value).__name__} that is too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -62,9 +66,11 @@ def check_choice(owner: str, name: str, value: object, known: Collection[str]) -
 
 def check_number(owner: str, name: str, value: object) -> float:
     """The value; raises MesetaError unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with suppress(OverflowError):  # of whole numbers
+            if math.isfinite(number := float(value)):
+                return number
+    raise MesetaError(f"{owner}: {name} must be a finite number, got {shown(value)}")
 
 
 def doubled(names: Iterable[T]) -> list[T]:
@@ -75,6 +81,10 @@ def doubled(names: Iterable[T]) -> list[T]:
 def is_whole(value: object) -> bool:
     """Whether it is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+MAX_WHOLE = 2**63 - 1
+"""Largest whole number in what people write: what 64 bits hold."""
 
 
 def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:

@@ -102,6 +102,26 @@ def unknown_width(place: Place) -> list[Any]:
     return place.train("checkpoint.bits=5")
 
 
+def number_too_long(place: Place) -> list[Any]:
+    return place.train(f"seed=0x{'f' * 4000}")
+
+
+def control_character_in_a_path(place: Place) -> list[Any]:
+    return place.train('data.dir="a\\0b"')
+
+
+def batch_too_large(place: Place) -> list[Any]:
+    return place.train(f"train.batch_size={2**62}")
+
+
+def initial_rows_too_large(place: Place) -> list[Any]:
+    return place.train("embedding.dtype=float16", "embedding.init={kind: constant, scale: 1e5}")
+
+
+def near_rows_too_large(place: Place) -> list[Any]:
+    return place.train("plan={tables: {'*': {sharding: row_wise, tier: cached, near_rows: 99999999999999999999}}}")
+
+
 def bits_of_unknown_table(place: Place) -> list[Any]:
     return place.train("checkpoint.tables.usr.bits=4")
 
@@ -164,6 +184,16 @@ def empty_file(place: Place) -> list[Any]:
 
 def header_alone(place: Place) -> list[Any]:
     return place.prepare("log.csv", b"label,price,city\n")
+
+
+def too_many_columns(place: Place) -> list[Any]:
+    header = ",".join(["label", *(f"column{number}" for number in range(13_000))])
+    rows = "".join(f"{row % 2}{f',v{row}' * 13_000}\n" for row in range(3))
+    return place.prepare("log.csv", f"{header}\n{rows}".encode())
+
+
+def control_character_in_a_column(place: Place) -> list[Any]:
+    return place.prepare("log.csv", b"label,a\x1bb\n0,x\n1,y\n1,x\n")
 
 
 def truncated_gzip(place: Place) -> list[Any]:
@@ -363,8 +393,10 @@ def limit_without_a_disk(place: Place) -> list[Any]:
 
 
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
-PREPARING += (truncated_gzip, truncated_parquet)
+PREPARING += (truncated_gzip, truncated_parquet, too_many_columns, control_character_in_a_column)
 TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles, two_norms, pattern_of_no_parameter)
+TRAINING += (number_too_long, control_character_in_a_path, batch_too_large, initial_rows_too_large)
+TRAINING += (near_rows_too_large,)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
 TRAINING += (no_keys, keys_that_are_not_there)

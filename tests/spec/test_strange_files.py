@@ -113,7 +113,7 @@ def test_texts_that_are_no_json(content: bytes) -> None:
 
 
 def test_json_is_what_it_was() -> None:
-    document = {"a": [1, -2.5, None, True, "é\U0001f600"], "b": {"": {}}, "c": 10**400}
+    document = {"a": [1, -2.5, None, True, "é\U0001f600"], "b": {"": {}}, "c": 10**300}
     assert parse_json(json.dumps(document).encode()) == document
     assert parse_json(json.dumps(document, ensure_ascii=False).encode()) == document
     assert parse_json(b"[Infinity]", finite=False) == [float("inf")]

@@ -88,7 +88,11 @@ PARTS = {
         "100,000 malformed tickets and questions; batches of readers, and of recipes, against those of a local one",
         ("tests/readers",),
     ),
-    "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
+    "configs": Part(
+        "5,000 spoiled configs and overrides; every key of configs, plans, topologies, constraints and cost models "
+        "with values of any type",
+        ("tests/bad_input/test_fuzz_config.py", "tests/bad_input/test_setting_values.py"),
+    ),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),
     "operators": Part("hostile calls of every operator, and 200 random examples per property", ("tests/ops",)),
     "planner": Part("plans of 12 tables on 4 ranks against an integer program", ("tests/planner",)),

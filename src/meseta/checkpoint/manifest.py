@@ -26,13 +26,7 @@ from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
-from meseta.machine.files import (
-    DOCUMENT_BYTES,
-    first_alike,
-    json_text,
-    parse_json,
-    plain_data,
-)
+from meseta.machine.files import check_readable, first_alike, json_text, parse_json, plain_data
 from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault
@@ -240,11 +234,9 @@ def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate 
     path = root / MANIFEST_PATH
     content = json_text(manifest).encode()
     try:
-        parse_json(content)
+        check_readable(content)
     except ValueError as error:
         raise MesetaError(f"checkpoint file {str(path)!r} would not be read again: {error}") from None
-    if len(content) > DOCUMENT_BYTES:
-        raise MesetaError(f"checkpoint file {str(path)!r} would have {len(content):,} bytes, over {DOCUMENT_BYTES:,}")
     with writing(path):
         write_cached(path, content, rate)
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Section, Width
-from meseta.spec import MesetaError, OptimizerSpec
+from meseta.spec import InitSpec, MesetaError, OptimizerSpec
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, Pooling, TableDtype
 
@@ -121,12 +121,20 @@ class EmbeddingConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EmbeddingConfig:
+        self._check_init("", self.init.model_dump())
         for table in self.tables:
+            self._check_init(f"tables.{table}.", self.init_of(table))
             try:
                 OptimizerSpec(**self.optimizer_of(table))
             except MesetaError as error:
                 raise ValueError(f"tables.{table}.optimizer: {error}") from None
         return self
+
+    def _check_init(self, where: str, init: dict[str, Any]) -> None:
+        try:
+            InitSpec(**init).check_range("init", self.dtype)
+        except MesetaError as error:
+            raise ValueError(f"{where}{error}") from None
 
     def optimizer_of(self, table: str) -> dict[str, Any]:
         """The constants of a table's row optimizer, without `regularization`."""

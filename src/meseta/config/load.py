@@ -11,6 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from meseta.config.models.base import DEFAULT_NAME, ModelConfig, section_class
 from meseta.config.run import RunConfig
+from meseta.errors import shown
+from meseta.machine.files import escaped
 from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
@@ -77,7 +79,7 @@ def check_section(form: type[AnySection], document: Any, where: str) -> AnySecti
     try:
         return form.model_validate(document)
     except ValidationError as error:
-        raise MesetaError(f"{where}: " + "; ".join(_explain_all(error, form, document))) from None
+        raise MesetaError(escaped(f"{where}: " + "; ".join(_explain_all(error, form, document)))) from None
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
@@ -88,9 +90,9 @@ def _apply(document: dict[str, Any], override: str) -> None:
     try:
         _section_at(document, parents)[last] = parse_yaml(value)
     except _NoSectionError as error:
-        raise MesetaError(f"override {override!r}: {error.name!r} holds a value, not a section") from None
+        raise MesetaError(f"override {shown(override)}: {error.name!r} holds a value, not a section") from None
     except MesetaError:
-        raise MesetaError(f"override {override!r}: {value!r} is not a YAML value") from None
+        raise MesetaError(f"override {shown(override)}: {shown(value)} is not a YAML value") from None
 
 
 class _NoSectionError(Exception):

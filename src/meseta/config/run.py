@@ -12,20 +12,21 @@ from meseta.config.embedding import EmbeddingConfig
 from meseta.config.models import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
-from meseta.config.section import Count, Section, Whole
+from meseta.config.section import Count, LocalPath, Parts, Samples, Section, Url, Whole
+from meseta.errors import shown
 from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import InitSpec, MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.tables import InitKind
+from meseta.spec.tables import InitKind, TableDtype
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 
 class ServiceConfig(Section):
     url: str | None = None
     """Address of a dispatcher, such as grpc://127.0.0.1:7077; None: data.dir is read."""
-    keys: Path | None = None
+    keys: LocalPath | None = None
     """Folder of keys, as `meseta readers keys` makes it, by which the address is grpc+tls://HOST:PORT."""
     dataset: str | None = Field(default=None, min_length=1, max_length=1024)
     """Name of the dataset there; None: the only one."""
@@ -51,7 +52,7 @@ class ServiceConfig(Section):
 
 
 class DataConfig(Section):
-    dir: Path | None = None
+    dir: LocalPath | None = None
     """Directory written by `meseta prepare`; this or data.service.url must be given, and not both."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
@@ -186,13 +187,13 @@ class EarlyStoppingConfig(Section):
 
 
 class TrainConfig(Section):
-    batch_size: Count = 2048
+    batch_size: Samples = 2048
     """Samples of a global batch, over all ranks."""
     clip_norm: float | None = Field(default=None, gt=0)
     """The gradients of layers and tables together, each row's summed over the batch, are scaled to this norm where
     theirs is larger, as torch's clip_grad_norm_ does; in one process, and not beside dense.clip_norm. Limits of the row
     optimizers come after it. None: no limit."""
-    accumulate_steps: Count = 1
+    accumulate_steps: Parts = 1
     """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
     epochs: Count = 1
@@ -210,7 +211,7 @@ class TrainConfig(Section):
     eval_every_epochs."""
     eval_every_epochs: float | None = Field(default=None, gt=0)
     """The same in epochs, whole or a part such as 0.5; not beside eval_every_steps. Neither: only at the end."""
-    eval_batch_size: Count = 8192
+    eval_batch_size: Samples = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """What the best evaluation is, and when to stop; needs eval_every_steps or eval_every_epochs."""
@@ -285,10 +286,10 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
     last of these beside `keep_last` others."""
-    dir: str | None = None
+    dir: Url | None = None
     """URL of fsspec, such as s3://bucket/run, to which checkpoints are written instead of run_dir, by every rank its
     blocks, and from which a run_dir without any goes on; None: run_dir/checkpoints."""
-    mirror: str | None = None
+    mirror: Url | None = None
     """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
     run_dir that has none begins with the newest there."""
     resume: Literal["auto", "older", "never"] = "auto"
@@ -326,11 +327,11 @@ class CheckpointConfig(Section):
 class PlannerConfig(Section):
     """What plan 'auto' is made for."""
 
-    topology: Path | None = None
+    topology: LocalPath | None = None
     """File with the machines, see `meseta topology detect`; None: those at hand."""
-    cost_model: Path | None = None
+    cost_model: LocalPath | None = None
     """File that `meseta calibrate` has written; None: documented constants of the kind of device."""
-    constraints: Path | None = None
+    constraints: LocalPath | None = None
     """File with what the plan has to keep to; None: nothing."""
 
 
@@ -392,7 +393,7 @@ class PipelineConfig(Section):
 
 
 class StorageConfig(Section):
-    dir: Path | None = None
+    dir: LocalPath | None = None
     """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: none lies there."""
     near_bytes: Literal["auto"] | Count = "auto"
     """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
@@ -419,7 +420,7 @@ class StorageConfig(Section):
 
 
 class RunConfig(Section):
-    run_dir: Path
+    run_dir: LocalPath
     """Where everything of this run goes."""
     seed: Whole = 0
     """Order of data, initial rows and weights."""
@@ -446,7 +447,7 @@ class RunConfig(Section):
     """What evaluations measure."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives."""
-    plan: Literal["auto"] | Path | dict[str, Any] = "auto"
+    plan: Literal["auto"] | LocalPath | dict[str, Any] = "auto"
     """'auto' searches the plan with the shortest predicted step; else a plan file, or a plan written here (the short
     form of meseta.Plan.from_dict)."""
     planner: PlannerConfig = PlannerConfig()
@@ -493,4 +494,7 @@ class RunConfig(Section):
         ):
             raise ValueError("checkpoint.bits and embedding.dtype 'float64': rows of float64 have no codes; set "
                              "checkpoint.bits to 'exact', or embedding.dtype to 'float32'")  # fmt: skip
+        for pattern, init in self.dense.init.items():
+            dtype: TableDtype = "float64" if self.embedding.dtype == "float64" else "float32"
+            InitSpec(kind=init.kind, scale=init.scale).check_range(f"dense.init {shown(pattern)}", dtype)
         return self

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from meseta.errors import shown
+from meseta.machine.files import has_controls
+from meseta.spec.tables import LARGEST_VALUE
+
+Name = TypeVar("Name", str, Path)
+
+
+def _without_controls(value: Name) -> Name:
+    if has_controls(str(value)):
+        raise ValueError(f"it must have no control characters, got {shown(str(value))}")
+    return value
+
+
+LocalPath = Annotated[Path, AfterValidator(_without_controls)]
+"""Path of a file or folder."""
+Url = Annotated[str, AfterValidator(_without_controls)]
+"""URL of a folder."""
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Outputs of one layer, up to a million."""
 Depth = Annotated[int, Field(ge=1, le=1024)]
 """Layers, or parts beside each other."""
+Samples = Annotated[int, Field(ge=1, lt=2**31)]
+"""Samples of a batch: tensors with a row for each have sizes that fit into 63 bits."""
+Parts = Annotated[int, Field(ge=1, le=2**16)]
+"""Parts of a step, each of which takes time even if it has no sample."""
 Count = Annotated[int, Field(ge=1, lt=2**63)]
-"""Samples, steps and the like."""
+"""Rows, steps and the like, which are only counted and compared."""
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 """0, 1, 2 and so on."""
 
@@ -20,6 +43,14 @@ class Section(BaseModel):
     """A part of the config: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        """Optimizers and losses take numbers as float32."""
+        if isinstance(value, float) and abs(value) > LARGEST_VALUE["float32"]:
+            raise ValueError(f"it must be at most {LARGEST_VALUE['float32']:.5g}, got {value}")
+        return value
 
     @model_validator(mode="before")
     @classmethod

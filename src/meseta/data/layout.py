@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
@@ -157,7 +158,20 @@ class RawLayout:
 
     def buckets_of(self, column: str) -> BucketRule | None:
         """How a raw column is cut, if it is."""
-        return next((s.buckets for s in self.sparse if s.buckets and s.buckets.column == column), None)
+        return self._buckets.get(column)
+
+    def is_signed(self, dense: str) -> bool:
+        """Whether negative values of a dense column count."""
+        return dense in self._signed
+
+    # Asked once for each of thousands of columns.
+    @cached_property
+    def _buckets(self) -> dict[str, BucketRule]:
+        return {s.buckets.column: s.buckets for s in reversed(self.sparse) if s.buckets}
+
+    @cached_property
+    def _signed(self) -> frozenset[str]:
+        return frozenset(self.signed)
 
     def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> RawLayout:
         """The same with the boundaries of each column's quantiles."""

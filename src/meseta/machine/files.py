@@ -28,6 +28,10 @@ DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
 STRING_LENGTH = 1 << 20
 """The longest string in it: names, digests and states of generators are far shorter."""
+NUMBER_LENGTH = 250
+"""The longest number in a text, in characters: each one, hexadecimal ones too, can become a float64."""
+INTEGER_BITS = 1000
+"""The longest whole number in a JSON text, for the same reason."""
 BLOCKS = (512, 1024, 2048, 4096)
 """Of devices, in bytes."""
 _NAME_BYTES, _PATH_BYTES = 255, 4096
@@ -111,6 +115,13 @@ def has_controls(text: str) -> bool:
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
+def escaped(text: str) -> str:
+    """A text in one line: the characters of `has_controls` as Python writes them, such as \\n."""
+    if not has_controls(text):
+        return text
+    return "".join(c.encode("unicode_escape").decode() if has_controls(c) else c for c in text)
+
+
 def file_name(name: str) -> str:
     """The name of a table or feature as one safe part of a path: 'a/b' gives 'a%2Fb'; a long one ends in a digest."""
     quoted = quote(name, safe="")
@@ -139,11 +150,16 @@ def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def count_values(content: bytes) -> int:
+    """The values in a JSON text, by its commas and opening brackets."""
+    return sum(map(content.count, (b",", b"[", b"{")))
+
+
 def parse_json(content: bytes, *, finite: bool = True) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH or a
-    depth over DOCUMENT_DEPTH."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > DOCUMENT_VALUES:
+    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH, a
+    whole number over INTEGER_BITS or a depth over DOCUMENT_DEPTH."""
+    if count_values(content) > DOCUMENT_VALUES:
         raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
     if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
         raise ValueError(f"it has more than {DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
@@ -163,10 +179,19 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
                     value.encode()
             elif finite and isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is no number")
+            elif isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+                raise ValueError(f"it has a whole number of more than {INTEGER_BITS:,} bits")
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
         depth += 1
     return document
+
+
+def check_readable(content: bytes) -> None:
+    """Raise ValueError if a JSON text that is about to be written exceeds what is read of a document."""
+    if len(content) > DOCUMENT_BYTES:
+        raise ValueError(f"it has {len(content):,} bytes, and at most {DOCUMENT_BYTES:,} are read")
+    parse_json(content)
 
 
 def plain_data(value: Any, *, finite: bool = False) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 import yaml
 
 from meseta.errors import MesetaError
-from meseta.machine.files import DOCUMENT_VALUES
+from meseta.machine.files import DOCUMENT_DEPTH, DOCUMENT_VALUES, NUMBER_LENGTH
 
 YAML_VALUES = 400_000
 """The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -34,8 +36,8 @@ _UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, lis
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, or is more than a
-    document may hold, as its aliases count up to."""
+    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, has a number over
+    NUMBER_LENGTH, or is larger or deeper than a document may be, as its aliases count up to."""
     if sum(map(text.count, (",", "[", "{", ":", "\n"))) > YAML_VALUES:
         raise MesetaError(f"it has more than {YAML_VALUES:,} values")
     try:
@@ -44,7 +46,7 @@ def parse_yaml(text: str) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _count_values(node, {})
+            _measure(node, {})
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -52,19 +54,29 @@ def parse_yaml(text: str) -> Any:
         raise
     except RecursionError:
         raise MesetaError("it is not YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
-        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01 or !!bool x.
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01, !!bool x or 1:59:59:....5.
         raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values of a node where every alias stands for all of what it names. Raises MesetaError for too many."""
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The number of values of a node and its depth, where every alias stands for all of what it names; `known` caches
+    both by the id of the node. Raises MesetaError for too many, too deep ones, and for a number that is too long."""
     if not isinstance(node, yaml.CollectionNode):
-        return 1
+        if node.tag in _NUMBERS and len(node.value) > NUMBER_LENGTH:
+            raise MesetaError(
+                f"it is not YAML: a number of more than {NUMBER_LENGTH} characters, in line {node.start_mark.line + 1}"
+            )
+        return 1, 0
     if id(node) not in known:
-        known[id(node)] = DOCUMENT_VALUES  # what is met on the way down again holds itself
+        known[id(node)] = (DOCUMENT_VALUES, 0)  # what is met on the way down again holds itself
         inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_count_values(i, known) for i in inner)
-    if known[id(node)] > DOCUMENT_VALUES:
+        measured = [_measure(i, known) for i in inner]
+        depth = 1 + max((depth for _, depth in measured), default=0)
+        known[id(node)] = (1 + sum(count for count, _ in measured), depth)
+    count, depth = known[id(node)]
+    if count > DOCUMENT_VALUES:
         raise MesetaError(f"it is not YAML: its aliases stand for more than {DOCUMENT_VALUES:,} values")
-    return known[id(node)]
+    if depth > DOCUMENT_DEPTH:
+        raise MesetaError("it is not YAML: it is nested too deeply")
+    return count, depth

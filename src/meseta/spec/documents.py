@@ -11,8 +11,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MesetaError, check_choice, check_keys, is_whole
-from meseta.machine.files import parse_json, read_bounded, write_whole
+from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_keys, is_whole, shown
+from meseta.machine.files import escaped, parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
-        raise MesetaError(f"{kind} file {str(path)!r}: {error}") from None
+        raise MesetaError(escaped(f"{kind} file {str(path)!r}: {error}")) from None
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
@@ -137,12 +137,14 @@ def _whole(owner: str, path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():  # people write 1.0e9
         value = int(value)
     if not is_whole(value):
-        raise MesetaError(f"{owner}: {path} must be a whole number, got {value!r}")
+        raise MesetaError(f"{owner}: {path} must be a whole number, got {shown(value)}")
+    if abs(value) > MAX_WHOLE:
+        raise MesetaError(f"{owner}: {path} must be at most {MAX_WHOLE}, got {shown(value)}")
     return int(value)
 
 
 def _number(owner: str, path: str, value: Any) -> float:
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         if not isinstance(value, bool):
             return float(value)
     raise MesetaError(f"{owner}: {path} must be a number, got {value!r}")

@@ -12,7 +12,7 @@ from meseta.errors import MesetaError, check_choice, is_whole, nearest
 from meseta.machine.files import json_text, write_whole
 from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
-from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
+from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, MAX_RANKS, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
 from meseta.spec.tiers import DISK, FAR_TIERS, HBM, StorageOptions, Tier
 
@@ -135,8 +135,8 @@ class Plan:
     """Which way sums over ranks take between hosts, beside exchange 'two_level' or a codec; None: 'twins'."""
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise MesetaError(f"plan: num_ranks must be at least 1, got {self.num_ranks}")
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise MesetaError(f"plan: num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {self.num_ranks}")
         if self.num_ranks % self.per_host:
             raise MesetaError(
                 f"plan: {self.num_ranks} ranks do not fill hosts of {self.devices_per_host}; hosts have equal devices"

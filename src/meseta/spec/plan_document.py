@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meseta.errors import MesetaError, check_keys, is_whole, nearest
+from meseta.errors import MAX_WHOLE, MesetaError, check_keys, check_number, is_whole, nearest, shown
 from meseta.spec.plan import FORMAT, PATH_KEYS, Plan
-from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan, cut
+from meseta.spec.shards import IN_ONE_HOST, MAX_RANKS, Shard, ShardingType, TablePlan, cut
 from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
 PLAN_NAME = "plan.json"
 """Of the file in a folder of a run."""
-_PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
-_TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
-_SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
+PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
+TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
+SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
     """`Plan.from_dict`."""
-    check_keys("plan", document, _PLAN_KEYS)
+    check_keys("plan", document, PLAN_KEYS)
     if document.get("format", FORMAT) != FORMAT:
         raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {FORMAT!r}")
     if document.get("num_ranks", num_ranks) != num_ranks:
@@ -68,6 +68,8 @@ def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpe
     entries, num_ranks = document.get("tables"), document.get("num_ranks")
     if not isinstance(entries, Mapping) or not isinstance(num_ranks, int):
         raise MesetaError("it must have num_ranks and tables, as `meseta plan --out` writes them")
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise MesetaError(f"num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {num_ranks}")
     specs = tuple(_spec(str(name), entry) for name, entry in entries.items())
     return read_plan(document, specs, num_ranks), specs
 
@@ -113,7 +115,7 @@ def _spec(name: str, entry: object) -> TableSpec:
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
     """One entry of a plan document, on hosts of `per_host` ranks; adds the bytes it places to those of each rank."""
     where = f"plan: table {table.name!r}"
-    check_keys(where, entry, _TABLE_KEYS)
+    check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
         raise MesetaError(
             f"{where}: sharding {entry.get('sharding')!r} is unknown; {nearest(entry.get('sharding'), ShardingType)}"
@@ -144,6 +146,8 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             hot_rows=hot_rows,
         )
         tier, near_rows = str(entry.get("tier", HBM)), entry.get("near_rows")
+        if isinstance(near_rows, int) and near_rows > MAX_WHOLE:
+            raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
         pieces = (replace(s, tier=tier, near_rows=_at_most(near_rows, s.num_rows)) for s in placed.shards)
         placed = replace(placed, shards=tuple(pieces))
     for shard in placed.shards:
@@ -151,9 +155,10 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             if 0 <= rank < len(held_bytes):
                 held_bytes[rank] += shard.num_rows * shard.num_columns * VALUE_BYTES[table.dtype]
     cost = entry.get("cost", 0.0)
-    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
-        raise MesetaError(f"{where}: cost must be a finite number of seconds and not negative, got {cost!r}")
-    return replace(placed, cost=float(cost))
+    seconds = check_number(where, "cost", cost)
+    if seconds < 0:
+        raise MesetaError(f"{where}: cost must not be negative, got {seconds}")
+    return replace(placed, cost=seconds)
 
 
 def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[int]) -> list[int]:
@@ -171,7 +176,7 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
     """One shard that is written out."""
     if not isinstance(piece, Mapping):
         raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
-    check_keys(where, piece, _SHARD_KEYS)
+    check_keys(where, piece, SHARD_KEYS)
     for key in ("rows", "columns", "ranks"):
         if key not in piece:
             raise MesetaError(f"{where}: key {key!r} is missing")

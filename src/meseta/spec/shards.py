@@ -11,6 +11,7 @@ from meseta.errors import MesetaError
 from meseta.spec.tables import TableSpec
 from meseta.spec.tiers import HBM
 
+MAX_RANKS = 1 << 16
 COLUMN_BLOCK = 16
 """Column shards start at multiples of this many columns; row statistics are accumulated in blocks of as many."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.errors import MesetaError, check_choice, check_number, doubled, nearest, shown
+from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_number, doubled, nearest, shown
 from meseta.machine.files import first_alike, has_controls
 from meseta.spec.optimizer import OptimizerSpec
 
@@ -18,7 +20,12 @@ DenseDtype = Literal["float32", "bfloat16"]
 """Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
 VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of one number of a row, by TableDtype."""
+LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
+"""Largest finite number, by TableDtype."""
 InitKind = Literal["uniform", "normal", "constant"]
+MAX_COLUMNS = 2**31 - 1
+LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
+"""Largest standard normal number that the Box-Muller transform makes of 32 bits."""
 
 
 def _check_name(kind: str, name: object) -> None:
@@ -32,7 +39,9 @@ def _check_name(kind: str, name: object) -> None:
 
 
 def table_name_fault(name: str) -> str | None:
-    """Why no files can be named after a table; None where they can."""
+    """Why a table cannot be called so; `None` if it can."""
+    if name == "*":
+        return "in a plan it means all other tables"
     return "it must have characters, and no control characters" if not name or has_controls(name) else None
 
 
@@ -49,6 +58,14 @@ class InitSpec:
         check_choice("init", "kind", self.kind, get_args(InitKind))
         if self.scale is not None and check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
             raise MesetaError(f"init: scale of {self.kind!r} is a width and must not be negative, got {self.scale}")
+
+    def check_range(self, owner: str, dtype: TableDtype) -> None:
+        """Raise MesetaError, beginning with `owner`, if values drawn by this may be infinite in `dtype`."""
+        largest = LARGEST_VALUE[dtype] / (LARGEST_NORMAL if self.kind == "normal" else 1.0)
+        if self.scale is not None and abs(self.scale) > largest:
+            raise MesetaError(
+                f"{owner}: scale of {self.kind!r} must be at most {largest:.5g} for values of {dtype}, got {self.scale}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +89,15 @@ class TableSpec:
     def __post_init__(self) -> None:
         _check_name("table", self.name)
         check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
-        for name in ("num_embeddings", "embedding_dim"):
+        for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                raise MesetaError(f"table {self.name!r}: {name} must be a whole number, at least 1, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= largest:
+                raise MesetaError(
+                    f"table {self.name!r}: {name} must be a whole number, at least 1 and at most {largest}, got "
+                    f"{shown(value)}"
+                )
             object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
+        self.init.check_range(f"table {self.name!r}: init", self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from meseta.errors import MesetaError, check_choice, check_number, is_whole
 from meseta.spec.documents import load_document, read_record, without_format, write_yaml
+from meseta.spec.shards import MAX_RANKS
 from meseta.spec.tiers import CACHED, DISK, HBM, HOST, Tier
 
 DeviceKind = Literal["cpu", "a100", "h100", "h200", "b200"]
@@ -69,6 +70,11 @@ class Topology:
             value = getattr(self, field)
             if not is_whole(value) or value < 1:
                 raise MesetaError(f"topology: {field} must be at least 1, got {value!r}")
+        if self.num_ranks > MAX_RANKS:
+            raise MesetaError(
+                f"topology: num_hosts {self.num_hosts} of devices_per_host {self.devices_per_host} are more than "
+                f"{MAX_RANKS:,} ranks"
+            )
         for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
             value, least = getattr(self, field), int(field == "hbm_bytes")
             if value is not None and (not is_whole(value) or value < least):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from meseta.errors import doubled, reading_error, shown
-from meseta.machine.files import first_alike, inner_fault, inside, parse_json, read_bounded
+from meseta.machine.files import check_readable, first_alike, inner_fault, inside, json_text, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
@@ -379,8 +379,15 @@ class Dataset(Record):
         return self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
 
     def save(self, dir: str | Path) -> None:
-        """Write `dir`/dataset.json."""
-        (Path(dir) / FILE_NAME).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Write `dir`/dataset.json. Raises MesetaError if `load` would refuse its size."""
+        text = json_text(self.to_dict())
+        try:
+            check_readable(text.encode())
+        except ValueError as error:
+            raise MesetaError(
+                f"dataset {str(dir)!r}: {FILE_NAME} would not be read again: {error}; prepare fewer columns or files"
+            ) from None
+        (Path(dir) / FILE_NAME).write_text(text)
 
     def split(self, name: str) -> Split:
         """The split called `name`; MesetaError where there is none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meseta.data.dataset.dataset import DenseFeature, SourceForm, SparseFeature
@@ -10,6 +11,8 @@ from meseta.data.dataset.statistics import FeatureStatistics, Moments
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.formats.format import RawFormat
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.machine.files import DOCUMENT_BYTES, DOCUMENT_VALUES, count_values
+from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +27,46 @@ class Tables:
     statistics: Mapping[str, FeatureStatistics]
 
 
+DENSE_VALUES, SPARSE_VALUES, SOURCE_VALUES = 8, 80, 4
+"""Most values of a feature, or of a source, in dataset.json, as its reader counts them. Boundaries are extra."""
+DENSE_BYTES, SPARSE_BYTES, SOURCE_BYTES, BOUNDARY_BYTES = 256, 2048, 128, 32
+"""Most bytes, without names."""
+MAX_NAMINGS = 4
+"""Times that dataset.json may hold the name of a column."""
+OTHER_VALUES, OTHER_BYTES = 20_000, 1 << 20
+"""Room for the rest, above all the files of the splits: two values for each 524,288 rows."""
+MAX_CATEGORICAL, MAX_NUMERIC = (
+    int(round((DOCUMENT_VALUES - OTHER_VALUES) / values, -3)) for values in (SPARSE_VALUES, DENSE_VALUES)
+)
+"""Features that fit if all are of one kind, in thousands."""
+
+
+def check_room(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
+    """Raise MesetaError, beginning with `where`, if what describes a layout and the sources at `paths` may exceed what
+    is read of a dataset.json."""
+    num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
+    cuts = [column.buckets for column in layout.sparse if column.buckets]
+    num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)
+    made_of = [name for column in layout.sparse for name in column.made_of]
+    names = json.dumps("".join([*layout.sample_columns, *layout.features, *made_of, *layout.header, *paths])).encode()
+    num_values = DENSE_VALUES * num_dense + SPARSE_VALUES * num_sparse + SOURCE_VALUES * num_sources + num_boundaries
+    num_values += len(made_of) + len(layout.header) + MAX_NAMINGS * count_values(names) + OTHER_VALUES
+    num_bytes = DENSE_BYTES * num_dense + SPARSE_BYTES * num_sparse + SOURCE_BYTES * num_sources
+    num_bytes += BOUNDARY_BYTES * num_boundaries + MAX_NAMINGS * len(names) + OTHER_BYTES
+    if num_values > DOCUMENT_VALUES or num_bytes > DOCUMENT_BYTES:
+        raise MesetaError(
+            f"{where}: {num_dense:,} numeric and {num_sparse:,} categorical features are too many for one dataset; "
+            f"dataset.json may hold {DOCUMENT_VALUES:,} values in {DOCUMENT_BYTES:,} bytes, and would have up to "
+            f"{num_values:,} in {num_bytes:,}: about {MAX_CATEGORICAL:,} categorical or {MAX_NUMERIC:,} numeric "
+            "features fit. Leave columns out with --ignore, or name those to read in a --schema file"
+        )
+
+
 def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, ...]:
     """The dense features in the layout's order."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
     return tuple(
-        DenseFeature(name=name, fill=0.0, signed=name in layout.signed, mean=mean, std=std)
+        DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std)
         for name, mean, std in columns
     )
 

@@ -96,10 +96,11 @@ class Csv(TextFormat):
             sample = self._sample(sources, names)
             layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header)
         check_names(where, layout.columns, names)
-        used = layout.columns
+        columns = layout.columns
+        used = {*columns}
         ignored = tuple(name for name in names if name not in used)
         for later in sources[1:]:
-            check_names(f"source {str(later.path)!r}", layout.columns, self.columns(later))
+            check_names(f"source {str(later.path)!r}", columns, self.columns(later))
         return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:

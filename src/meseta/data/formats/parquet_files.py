@@ -43,9 +43,11 @@ def _sampled_rows(source: Source, columns: Sequence[str], num_rows: int) -> pa.T
     """From row groups at equal distances."""
     with named_errors(source.path), open_parquet(source.path) as file:
         schema = file.schema_arrow
-        names = [name for name in columns if name in schema.names]
+        present = {*schema.names}
+        names = [name for name in columns if name in present]
         number = min(file.num_row_groups, NUM_PIECES)
-        tables = [pa.schema([schema.field(name) for name in names]).empty_table()]
+        wanted = {*names}
+        tables = [pa.schema([field for field in schema if field.name in wanted]).empty_table().select(names)]
         for piece in range(number):
             group = piece * file.num_row_groups // number
             batches = file.iter_batches(-(-num_rows // number), row_groups=[group], columns=names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -55,10 +55,16 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
 def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
     names = parquet_schema(source).names
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
-    for name in [name for name in expected if name not in names][:1]:
+    for name in _missing(expected, names)[:1]:
         raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
-    for name in [name for name in names if name not in expected][:1]:
+    for name in _missing(names, expected)[:1]:
         raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
+
+
+def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names without those that are known, in their order."""
+    present = {*known}
+    return [name for name in names if name not in present]
 
 
 def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str]]:
@@ -67,13 +73,14 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
     check_names(where, labels, schema.names)
-    names = [name for name in schema.names if name not in labels]
+    names = _missing(schema.names, labels)
     check_names(where, names, schema.names)
     chosen = named.roles(where, names)
+    types = dict(zip(schema.names, schema.types, strict=True))
     weights = {
-        weight: name for name in names for weight in [_find_weight(schema, name)] if weight and weight not in chosen
+        weight: name for name in names for weight in [_find_weight(types, name)] if weight and weight not in chosen
     }
-    free = [schema.field(place) for place, name in enumerate(schema.names) if name not in labels]
+    free = [field for field in schema if field.name not in labels]
     scalars = [field.name for field in free if _is_scalar(field.type)]
     sample = parquet_sample(sources, scalars)
     texts = {name: _texts(sample.column(name)) for name in scalars}
@@ -155,10 +162,9 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
         for name in names:
             if name is not None and not holds(schema.field(name).type):
                 raise MesetaError(f"{where}: column {name!r} must {rule}, but is {schema.field(name).type}")
-    used = layout.columns
     return replace(
         layout,
-        ignored=tuple(name for name in schema.names if name not in used),
+        ignored=tuple(_missing(schema.names, layout.columns)),
         reasons={f.name: str(f.type) for f in schema},
     )
 
@@ -185,18 +191,16 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
     return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
 
 
-def _find_weight(schema: pa.Schema, name: str) -> str | None:
+def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
     """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
-    kind = schema.field(schema.names.index(name)).type
-    if not _is_list(kind) or is_pair(kind.value_type):
+    if not _is_list(types[name]) or is_pair(types[name].value_type):
         return None
-    if f"{name}.weight" in schema.names:
+    if f"{name}.weight" in types:
         return f"{name}.weight"
     for weight in (f"{name}_weight", f"{name}_weights"):
-        if weight in schema.names:
-            weight_type = schema.field(schema.names.index(weight)).type
-            if _is_list(weight_type) and _is_number(weight_type.value_type):
-                return weight
+        kind = types.get(weight)
+        if kind is not None and _is_list(kind) and _is_number(kind.value_type):
+            return weight
     return None
 
 

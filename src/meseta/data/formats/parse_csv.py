@@ -72,7 +72,8 @@ def read_texts(
 ) -> list[pa.Array]:
     """Fields of some columns as they stand in lines, or in records of CSV, that were parsed; string [n] each. Bytes
     that are not UTF-8 become question marks."""
-    places = [f"f{list(header).index(name)}" for name in names]
+    first = {name: place for place, name in reversed(list(enumerate(header)))}
+    places = [f"f{first[name]}" for name in names]
     table = arrow_csv.read_csv(
         pa.BufferReader(raw),
         arrow_csv.ReadOptions(

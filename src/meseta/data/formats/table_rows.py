@@ -70,7 +70,7 @@ def _dense(columns: RowColumns, layout: RawLayout, name: str) -> tuple[NDArray[n
     numbers = columns.numbers(name)
     values = _only_finite(_floats(numbers))
     num_not_finite = int(np.count_nonzero(np.isnan(values))) - numbers.null_count
-    return log1p(values, signed=name in layout.signed), num_not_finite
+    return log1p(values, signed=layout.is_signed(name)), num_not_finite
 
 
 def _only_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -182,15 +183,17 @@ def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], lay
 
 
 def _common(names: Sequence[Sequence[str]]) -> set[str | None]:
-    return {name for name in names[0] if all(name in present for present in names)}
+    return set[str | None](names[0]).intersection(*names[1:])
 
 
 def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) -> None:
-    lacking = [name for name in layout.columns if name not in present]
+    times = Counter(present)
+    lacking = [name for name in layout.columns if name not in times]
     if lacking:
         shown = ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
         roles = {layout.weight: "the weight of samples", layout.group: "the group"}
-        only = [name for name in lacking if name not in layout.feature_columns]
+        features = {*layout.feature_columns}
+        only = [name for name in lacking if name not in features]
         way_out = (
             f"it is {roles.get(only[0], 'no feature')}, which goes with labels: give it, or leave the labels out"
             if len(only) == len(lacking)
@@ -198,5 +201,5 @@ def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) ->
         )
         raise MesetaError(f"source {source.path!r} lacks {shown}; {way_out}")
     for name in layout.columns:
-        if list(present).count(name) > 1:
+        if times[name] > 1:
             raise MesetaError(f"source {source.path!r}: {name!r} is the name of two columns; rename one")

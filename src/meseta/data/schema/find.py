@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meseta.data.dataset.features import check_room
 from meseta.data.formats.format import AskedColumns, OnRows, Source
 from meseta.data.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
-from meseta.errors import doubled
+from meseta.errors import doubled, shown
 from meseta.machine.files import first_alike
 from meseta.spec import MesetaError
+from meseta.spec.tables import table_name_fault
 
 
 def find_layout(
@@ -26,13 +28,19 @@ def find_layout(
 
     TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
     and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
-    Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
+    Raises MesetaError for a file with other columns, a missing column or one of a wrong type, for a name that no table
+    can have, and for more columns than a dataset can describe.
     """
     asked = AskedColumns(named=named or NamedColumns(), schema=schema, skip_bad=skip_bad)
     if on_scan is not None:
         asked = replace(asked, on_scan=on_scan)
     layout = sources[0].format.layout(sources, asked)
-    check_features(f"source {str(sources[0].path)!r}", layout)
+    where = f"source {str(sources[0].path)!r}"
+    for name in dict.fromkeys([*layout.columns, *layout.features]):
+        if fault := table_name_fault(name):
+            raise MesetaError(f"{where}: the name of column {shown(name)}: {fault}; rename it, or leave the column out")
+    check_features(where, layout)
+    check_room(where, layout, [source.path for source in sources])
     return layout
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meseta.data.schema.guess import Guess, Role, only_one_each
@@ -27,7 +27,8 @@ class NamedColumns:
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
         """The labels among the columns `names`. Raises MesetaError, naming `where`, for one that is not there."""
-        chosen = [name for entry in self.label for name in _matches(where, entry, names)]
+        known = {*names}
+        chosen = [name for entry in self.label for name in _matches(where, entry, names, known)]
         return tuple(dict.fromkeys(chosen))
 
     def roles(self, where: str, names: Sequence[str]) -> dict[str, Guess]:
@@ -36,12 +37,13 @@ class NamedColumns:
         A name goes before a pattern, and a pattern of features before one of `ignore`. Raises MesetaError, naming
         `where`, for a name or pattern without a column, and for a column that is named for two ends.
         """
+        known = {*names}
         by_name: dict[str, set[str]] = {}
         by_pattern: dict[str, set[str]] = {}
         for role in ("dense", "sparse", "ignore", "time"):
             for entry in getattr(self, role):
-                table = by_name if entry in names else by_pattern
-                for name in _matches(where, entry, names):
+                table = by_name if entry in known else by_pattern
+                for name in _matches(where, entry, names, known):
                     table.setdefault(name, set()).add(role)
         for name, roles in by_name.items():
             for alone in ("ignore", "time"):
@@ -56,8 +58,9 @@ class NamedColumns:
         return {name: _role(roles) for name, roles in chosen.items()}
 
 
-def _matches(where: str, entry: str, names: Sequence[str]) -> list[str]:
-    matching = [entry] if entry in names else fnmatch.filter(names, entry)
+def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+    """Those of `names` that an option's entry means; `known` is their set."""
+    matching = [entry] if entry in known else fnmatch.filter(names, entry)
     if not matching:
         raise MesetaError(f"{where} has no column {entry!r}; {nearest(entry, [name for name in names if name])}")
     return matching
@@ -80,11 +83,12 @@ def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], signed: Seque
     dense = [name for name, guess in guesses.items() if guess.role in ("dense", "both")]
     single = {guess.role: name for name, guess in guesses.items() if guess.role in ("weight", "group", "time")}
     # Not validated: roles are disjoint, and names that a file has twice are told with the file.
+    negative = {*signed}
     return Schema.model_construct(
         label=labels[0] if len(labels) == 1 else None,
         labels=list(labels) if len(labels) > 1 else [],
         dense=dense,
-        signed=[name for name in dense if name in signed],
+        signed=[name for name in dense if name in negative],
         categorical=[name for name, guess in guesses.items() if guess.role in ("categorical", "both")],
         weight=single.get("weight"),
         group=single.get("group"),

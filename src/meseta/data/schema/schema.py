@@ -113,14 +113,15 @@ def _problem(schema: Schema) -> str | None:
         return problem
     features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
     samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
-    roles = [*samples, *features, *(n for n in schema.buckets if n not in features), *schema.ignore]
-    roles += [schema.group] if schema.group and schema.group not in schema.categorical else []
+    roles = [*samples, *dict.fromkeys([*features, *schema.buckets]), *schema.ignore]
+    categorical = {*schema.categorical}
+    roles += [schema.group] if schema.group and schema.group not in categorical else []
     twice = sorted(doubled(roles))
     if twice:
         return f"column {twice[0]!r} is named twice; give it one role"
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
-            if name not in schema.categorical:
+            if name not in categorical:
                 return f"{key} are given for {name!r}, which is not under categorical"
     for name, separator in schema.multi_valued.items():
         weight = schema.weights.get(name)
@@ -139,8 +140,9 @@ def _problem_of_dense(schema: Schema) -> str | None:
     for key in ("dense", "categorical", "signed"):
         if twice := sorted(doubled(getattr(schema, key))):
             return f"key {key!r}: column {twice[0]!r} is named twice"
+    dense = {*schema.dense}
     for name in schema.signed:
-        if name not in schema.dense:
+        if name not in dense:
             return f"key 'signed': column {name!r} is not under dense"
     for name in schema.dense:
         if name in schema.multi_valued or name in schema.weights:
@@ -149,8 +151,9 @@ def _problem_of_dense(schema: Schema) -> str | None:
 
 
 def _problem_of_buckets(schema: Schema) -> str | None:
+    categorical = {*schema.categorical}
     for name, how in schema.buckets.items():
-        if name in schema.categorical:
+        if name in categorical:
             return f"key 'buckets.{name}': the column is under categorical; numbers are cut, categories are not"
         if isinstance(how, int):
             good = 2 <= how <= MAX_BUCKETS
@@ -167,6 +170,7 @@ def _problem_of_buckets(schema: Schema) -> str | None:
 
 def _problem_of_crosses(schema: Schema) -> str | None:
     closed = {*schema.label_names, schema.weight, schema.time, *schema.ignore}
+    numbers = {*schema.dense} - {*schema.buckets, *schema.categorical}
     for name, columns in schema.crosses.items():
         if len(columns) < 2 or len(set(columns)) < len(columns):
             return f"key 'crosses.{name}': {columns} must be two or more different columns"
@@ -175,21 +179,22 @@ def _problem_of_crosses(schema: Schema) -> str | None:
                 return f"key 'crosses.{name}': column {column!r} has another role"
             if column in schema.multi_valued:
                 return f"key 'crosses.{name}': column {column!r} has several values in a row, which have no cross"
-            if column in schema.dense and column not in (*schema.buckets, *schema.categorical):
+            if column in numbers:
                 return f"key 'crosses.{name}': column {column!r} is dense; cut it under buckets, or make it categorical"
     return None
 
 
 def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> RawLayout:
     """What a schema says, with the `plain` features that its categorical columns make."""
+    dense, signed = {*schema.dense}, {*schema.signed}
     named = (
-        replace(column, name=f"{column.name}.category", column=column.name) if column.name in schema.dense else column
+        replace(column, name=f"{column.name}.category", column=column.name) if column.name in dense else column
         for column in plain
     )
     return RawLayout(
         labels=schema.label_names,
         dense=tuple(schema.dense),
-        signed=tuple(name for name in schema.dense if name in schema.signed),
+        signed=tuple(name for name in schema.dense if name in signed),
         sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
         weight=schema.weight,
         group=schema.group,
@@ -208,7 +213,8 @@ def schema_text(layout: RawLayout) -> str:
         name = getattr(layout, key)
         lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]
     plain = [column for column in layout.values if not column.cross]
-    both = {column.raw: column.name for column in plain if column.raw in layout.dense}
+    dense = {*layout.dense}
+    both = {column.raw: column.name for column in plain if column.raw in dense}
     lists = {
         "dense": layout.dense,
         "signed": layout.signed,
