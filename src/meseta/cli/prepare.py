@@ -66,7 +66,11 @@ SplitBy = Annotated[
 ]
 Label = Annotated[
     list[str] | None,
-    typer.Option(help="Column of the label, or of several: a,b.", show_default="by its name", rich_help_panel=_COLUMNS),
+    typer.Option(
+        help="Column of the label, or of several: a,b; or a condition: 'rating >= 4'.",
+        show_default="by its name",
+        rich_help_panel=_COLUMNS,
+    ),
 ]
 Dense = Annotated[
     list[str] | None,

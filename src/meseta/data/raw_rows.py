@@ -64,6 +64,10 @@ def signed_exp(logs: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.copysign(np.expm1(np.abs(logs)), logs)
 
 
+LABEL_RULE = "a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
+"""What a value must be to be a label."""
+
+
 def is_label(label: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each label [n] is in 0..1; NaN (missing) is not."""
     return (label >= 0) & (label <= 1)

@@ -160,13 +160,48 @@ Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_s
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
+class LabelRule(Record):
+    """How the numbers in a raw column become a label of 0 and 1, unless they are labels already."""
+
+    name: ColumnName
+    """Name of the label."""
+    column: ColumnName
+    """Raw column that it is made from."""
+    operator: Literal[">=", "<=", "==", "!=", ">", "<"] | None = None
+    """The label is 1 if the value compares so with `threshold`; None: by `is_signed`."""
+    threshold: float = 0.0
+    is_signed: bool = False
+    """Whether the column holds 1, and -1 for a label of 0."""
+
+    @property
+    def condition(self) -> str:
+        """`COLUMN OPERATOR NUMBER`, or the column alone if there is no operator."""
+        if self.operator is None:
+            return self.column
+        whole = self.threshold.is_integer() and abs(self.threshold) < 1e15
+        return f"{self.column} {self.operator} {int(self.threshold) if whole else self.threshold!r}"
+
+    @property
+    def entry(self) -> str:
+        """What a schema or --label says to make this label."""
+        return self.condition if self.name == self.condition else f"{self.name}={self.condition}"
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelRule:
+        if (self.operator is None) != self.is_signed:
+            raise ValueError("a label is made by an operator or from -1 and 1")
+        return self
+
+
 class SourceForm(Record):
     """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
 
     kind: Annotated[str, BeforeValidator(_check_kind)]
     """Of the files. 'tsv' is Criteo's."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
-    """Columns of all labels."""
+    """Names of all labels: columns, except for those with a rule."""
+    label_rules: tuple[LabelRule, ...] = ()
+    """How the labels that are not columns of labels are made."""
     group: ColumnName | None = None
     """Column of the groups, whatever the dataset calls it."""
     delimiter: Sign = ","
@@ -376,7 +411,10 @@ class Dataset(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""
-        return self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
+        document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
+        if self.source_form is not None and not self.source_form.label_rules:
+            del document["source_form"]["label_rules"]  # earlier versions refuse keys that they do not know
+        return document
 
     def save(self, dir: str | Path) -> None:
         """Write `dir`/dataset.json."""

@@ -13,7 +13,7 @@ from meseta.data.dataset.dataset import Dataset, SourceFile, Split
 from meseta.data.dataset.features import Tables, describe_dense, describe_sparse, source_form
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.vocabulary import VocabularyCounter
-from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
@@ -200,11 +200,17 @@ class FirstPass:
 
     def _encode(self, block: Block, first_global_row: int) -> ParsedRows[EncodedBlock]:
         rows_before = first_global_row - block.first_row
+
+        def encode(part: Block) -> EncodedBlock:
+            return self.encoder.encode(part, rows_before + part.first_row)
+
         if self.options.bad_rows == "skip":
-            return parse_good_rows(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
+            return parse_good_rows(block, encode)
         try:
-            return ParsedRows([self.encoder.encode(block, first_global_row)], block.num_rows)
+            return ParsedRows([encode(block)], block.num_rows)
         except MesetaError as error:
+            if not are_rare(block, encode):
+                raise
             raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
 
     def _resume(self) -> ReadSoFar:
