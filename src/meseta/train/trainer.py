@@ -137,6 +137,7 @@ class Trainer:
             clip=clip,
             accumulate_steps=config.train.accumulate_steps,
             overlap=self.overlap.hidden,
+            num_masked_tasks=self.dataset.num_masked_tasks,
         )
         self.pipeline.stale = bool(config.pipeline.stale)
         self._step_threads = StepThreads()

@@ -111,11 +111,21 @@ class Split(Record):
     """Sum of the labels; of the first label where there are several."""
     positives: dict[str, float] = {}
     """Sum of each label, where there are several."""
+    known: dict[str, Count] = {}
+    """Samples that have each label; empty if all samples have all labels."""
     files: tuple[DataFile, ...]
     """Parquet files, in the order of their rows; none where a recipe makes them."""
 
+    @property
+    def base_rates(self) -> dict[str, float]:
+        """Mean of each label over the samples that have it; of a single label under ''. 0 without samples."""
+        sums = self.positives or {"": self.num_positives}
+        return {label: total / max(self.known.get(label, self.num_rows), 1) for label, total in sums.items()}
+
     @model_validator(mode="after")
     def _check(self) -> Split:
+        if any(number > self.num_rows for number in self.known.values()):
+            raise ValueError(f"it has {self.num_rows} rows, but known says that more have a label")
         total = sum(file.num_rows for file in self.files)
         if total != self.num_rows and self.files:
             raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
@@ -264,6 +274,8 @@ class Dataset(Record):
     """The raw files, in the order in which they were read."""
     not_finite: dict[str, Count] = {}
     """Dense feature -> its values in the sources that are inf or nan, which count as missing."""
+    num_unlabelled: Count = 0
+    """Rows of the sources that were left out because they have none of several labels."""
     bad_rows: BadRows | None = None
     """Rows that were left out; None: a bad row would have been an error."""
     source_form: SourceForm | None = None
@@ -274,6 +286,9 @@ class Dataset(Record):
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, by which rows are made from the raw files as they are read, see meseta.data.recipe; None:
     they lie in the files of the splits."""
+    may_lack_labels: bool = Field(default=False, exclude=True)
+    """Whether samples may lack labels though no split says so, as new rows that nobody has counted; not part of the
+    file."""
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 
@@ -281,6 +296,21 @@ class Dataset(Record):
     def label_columns(self) -> tuple[str, ...]:
         """The labels that the Parquet files have: all, or none."""
         return self.labels if self.has_labels else ()
+
+    @property
+    def masked_labels(self) -> tuple[str, ...]:
+        """The labels that some samples lack: null in the Parquet files."""
+        if self.may_lack_labels:
+            return self.label_columns
+        short = [split for split in self.splits.values() if split.known]
+        return tuple(
+            name for name in self.label_columns if any(s.known.get(name, s.num_rows) < s.num_rows for s in short)
+        )
+
+    @property
+    def num_masked_tasks(self) -> int:
+        """Number of labels if samples may lack some of them, so that batches have a mask; else 0."""
+        return len(self.labels) if self.masked_labels else 0
 
     @property
     def columns(self) -> list[str]:
@@ -412,8 +442,12 @@ class Dataset(Record):
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""
         document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
-        if self.source_form is not None and not self.source_form.label_rules:
-            del document["source_form"]["label_rules"]  # earlier versions refuse keys that they do not know
+        # Earlier versions refuse keys that they do not know, so later keys are left out if they say nothing.
+        parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
+        parts += [] if self.source_form is None else [(document["source_form"], "label_rules")]
+        for part, key in parts:
+            if not part[key]:
+                del part[key]
         return document
 
     def save(self, dir: str | Path) -> None:

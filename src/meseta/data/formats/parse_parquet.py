@@ -16,7 +16,7 @@ from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import RawRows, RawSparse
-from meseta.data.schema.guess import NULLS, number_of
+from meseta.data.schema.guess import MISSING, NULLS, number_of
 from meseta.spec import MesetaError
 
 
@@ -92,7 +92,7 @@ class _ParquetColumns:
 
 
 def _numbers_of_texts(texts: pa.Array) -> pa.Array:
-    """float64, missing values as null and texts that spell neither a number nor a label as NaN."""
+    """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
     try:
         texts = label_numbers(texts.cast(pa.string()))
         return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
@@ -100,8 +100,8 @@ def _numbers_of_texts(texts: pa.Array) -> pa.Array:
         if not pa.types.is_string(texts.type):
             texts = pa.array([value.decode(errors="replace") for value in texts.to_pylist()], pa.string())
             return _numbers_of_texts(texts)
-        numbers = [None if text in NULLS else number_of(text) for text in label_numbers(texts).to_pylist()]
-        return pa.array([math.nan if number is None else number for number in numbers], pa.float64())
+        numbers = [math.nan if text in MISSING else number_of(text) for text in label_numbers(texts).to_pylist()]
+        return pa.array([math.inf if number is None else number for number in numbers], pa.float64())
 
 
 def _numbers(column: pa.Array) -> NDArray[np.float64]:

@@ -58,11 +58,14 @@ def _label(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.floa
         labels, requirement = values, LABEL_RULE
     else:
         labels, requirement = label_values(rule, values)
-    bad = np.flatnonzero(~is_label(labels))
+    is_good = is_label(labels)
+    if len(layout.labels) > 1:
+        is_good |= np.isnan(values)
+    bad = np.flatnonzero(~is_good)
     if bad.size:
         first = int(bad[0])
         problem = f"is no label: it must be {requirement}"
-        if rule is None and not np.isnan(values[first]):
+        if rule is None and np.isfinite(values[first]):
             condition = f"{name} >= {values[first]:.6g}"
             problem = f"is outside 0..1; if the column holds ratings, name a condition such as --label {condition!r}"
         raise columns.error(first, name if rule is None else rule.column, problem)

@@ -106,8 +106,11 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
     )
 
 
-def encoders_of(dataset: Dataset, layout: RawLayout, splitter: Splitter) -> tuple[Encoder, Finisher]:
+def encoders_of(
+    dataset: Dataset, layout: RawLayout, splitter: Splitter, *, keep_unlabelled: bool = False
+) -> tuple[Encoder, Finisher]:
     """What makes of raw rows what they became, or would have become, in `dataset`; both hold no state that changes.
+    `keep_unlabelled` is as of `Encoder`.
 
     Raises MesetaError for a vocabulary that is missing or damaged.
     """
@@ -122,7 +125,8 @@ def encoders_of(dataset: Dataset, layout: RawLayout, splitter: Splitter) -> tupl
         np.array([column.std for column in dataset.dense]),
         {f.name: load_vocabulary(dataset.dir, f, seeds[f.name]) for f in dataset.sparse if f.encoding == "vocabulary"},
     )
-    return Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed), finisher
+    encoder = Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed, keep_unlabelled=keep_unlabelled)
+    return encoder, finisher
 
 
 def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,7 @@ def _condition(where: str, entry: str, names: Sequence[str]) -> LabelRule | None
     match = _CONDITION.fullmatch(entry.strip())
     if match is None:
         return None
-    operator, threshold = match["operator"], number_of(match["threshold"].strip())
+    operator, threshold = cast(Any, match["operator"]), number_of(match["threshold"].strip())
     if threshold is None or not np.isfinite(threshold):
         raise MesetaError(
             f"{where}: label {entry!r} compares with {match['threshold'].strip()!r}, which is not a finite number; "
