@@ -106,8 +106,8 @@ def run_steps(
     world = World.current()
     model = make(spec, "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    options: dict[str, Any] = {"accumulate_steps": accumulate_steps, "num_masked_tasks": 2 if masked else 0}
-    step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], **options)
+    step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
+    step.num_masked_tasks = 2 if masked else 0
     results = [step(batch_slice(global_batch(n, size, weighted, masked), world)) for n, size in enumerate(sizes)]
     return {**state_of(model), "losses": [r.loss for r in results], "counts": [r.num_samples for r in results]}
 
@@ -209,7 +209,8 @@ def full_mask(weighted: bool) -> list[Any]:
     for masked in (False, True):
         model = make(ADAM, "float32")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], num_masked_tasks=2 * masked)
+        step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0])
+        step.num_masked_tasks = 2 * masked
         for number in range(2):
             batch = global_batch(number, 9, weighted)
             mask = torch.ones_like(batch.label, dtype=torch.bool) if masked else None

@@ -106,14 +106,12 @@ class Pipeline:
         clip: DenseClip | None = None,
         accumulate_steps: int = 1,
         overlap: Collection[Overlap] = (),
-        num_masked_tasks: int = 0,
     ) -> None:
         """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
         the losses of the tasks, in the order of the labels; None: all 1. `clip` limits the dense gradients.
         With `accumulate_steps` k each rank takes its slice in k parts, forward and back one after the other, and every
         optimizer steps once after the last: the memory of activations is that of a part. `overlap` says what travels
-        while something is computed; it changes no bit. `num_masked_tasks` is the number of tasks if batches have a mask
-        of known labels, else 0.
+        while something is computed; it changes no bit.
 
         On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
         """
@@ -125,7 +123,8 @@ class Pipeline:
         self._losses = BatchLosses(model, weights, accumulate_steps)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
-        self._num_masked_tasks = num_masked_tasks
+        self.num_masked_tasks = 0
+        """Number of tasks if batches have a mask of known labels, else 0; to be set before the first step."""
         self.overlap = frozenset(overlap)
         self.stale = False
         """Whether every batch is looked up before the update of the one before moves a row, so that answers too travel
@@ -291,8 +290,8 @@ class Pipeline:
     def _begin(self, coming: _Coming) -> None:
         """Copy a batch to its device, and begin to tell the owners of rows how many ids come to them."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start
-        if self._num_masked_tasks:
-            coming.task_factors = begin_task_factors(self.world, batch, self._num_masked_tasks)
+        if self.num_masked_tasks:
+            coming.task_factors = begin_task_factors(self.world, batch, self.num_masked_tasks)
         if batch is None:
             assert error is not None
             coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]

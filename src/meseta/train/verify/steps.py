@@ -122,15 +122,8 @@ def _training(
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = make_clip(config, world, over_parts)
     parts = config.train.accumulate_steps
-    train_step = Pipeline(
-        model,
-        optimizer,
-        world,
-        task_weights=weights,
-        clip=clip,
-        accumulate_steps=parts,
-        num_masked_tasks=num_masked_tasks,
-    )
+    train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
+    train_step.num_masked_tasks = num_masked_tasks
 
     def step(number: int, local: Batch, whole: Batch) -> tuple[float, None]:
         lr_factor = set_learning_rates(config, optimizer, number - 1, num_steps)
