@@ -79,7 +79,7 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-CSV = "label,price,city\n" + "".join(f"{i % 2},{i}.5,c{i % 3}\n" for i in range(60))
+CSV = "label,price,city\n" + "".join(f"{i % 2},{i}.5,c{i % 3}\n" for i in range(120))  # one bad row is under 1 %
 TSV = "\n".join(make_lines(60)).encode()
 
 

@@ -152,12 +152,12 @@ def test_too_many_are_refused(tmp_path: Path, limit: float, is_enough: bool) -> 
         MesetaError, match=rf"3 of 100 rows cannot be parsed, more than --max-bad-rows {limit}"
     ) as caught:
         prepare(options)
-    assert "log.csv', line 7, column 'label': '3' is outside 0..1; source" in str(caught.value)
+    assert "log.csv', line 7, column 'label': '3' is outside 0..1; if the column holds ratings" in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 
 
 def test_without_it_the_first_one_stops_the_work_and_says_how_to_go_on(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("label,city\n1,a\n2,b\n")
+    (tmp_path / "log.csv").write_text("label,city\n1,a\n2,b\n" + "1,a\n" * 98)
     with pytest.raises(
         MesetaError, match=r"line 3.*fix or remove the line, or leave such rows out with --bad-rows skip"
     ):

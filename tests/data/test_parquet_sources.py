@@ -112,7 +112,8 @@ def test_the_reader_takes_it_from_here(tmp_path: Path) -> None:
     [
         ("click", [0.0, 1.5], r"row 2, column 'click': 1.5 is outside 0..1"),
         ("click", [0.0, None], r"row 2, column 'click': a missing value is no label: it must be"),
-        ("click", ["0", "1"], "column 'click' must be a number, but is string"),
+        ("click", [[0], [1]], "column 'click' must hold numbers or words, to be a label, but is list"),
+        ("click", ["0", "maybe"], "row 2, column 'click': 'maybe' is no label: it must be"),
         ("bag.weight", [[1.0], [1.0, 2.0]], r"row 2, column 'bag.weight': a list must be as long as that of 'bag'"),
         ("bag.weight", [[1.0], [None]], r"row 2, column 'bag.weight': a weight is missing or not finite"),
         ("bag.weight", [1.0, 2.0], "'bag.weight' must hold lists of numbers, but is double"),

@@ -109,7 +109,8 @@ def batch_slice(batch: Batch, world: World) -> Batch:
     """This rank's slice of a whole batch."""
     sparse, mine = local_slice(batch.sparse, world.rank, world.size)
     weight = None if batch.weight is None else batch.weight[mine]
-    return Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight)
+    mask = None if batch.label_mask is None else batch.label_mask[mine]
+    return Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight, label_mask=mask)
 
 
 def random_ids(draw: np.random.Generator, rows: dict[str, int], size: int) -> tuple[Tensor, Tensor]:

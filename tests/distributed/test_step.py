@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from meseta.comm import World
 from meseta.data.batch import Batch
@@ -59,10 +60,14 @@ def make(optimizer: OptimizerSpec, dtype: str) -> Any:
     return shard(model, plan, world=world)
 
 
-def global_batch(number: int, size: int, weighted: bool) -> Batch:
+def global_batch(number: int, size: int, weighted: bool, masked: bool = False) -> Batch:
+    """With `masked`, some labels are missing, in one batch all of the second task and in one all of both."""
     draw = np.random.default_rng(number)
     ids, lengths = random_ids(draw, ROWS, size)
-    return Batch(
+    known = np.random.default_rng(100 + number).random((size, 2)) < [0.7, 0.2] if masked else None
+    if known is not None and number in (1, 2):
+        known[:, number == 1 :] = False
+    whole = Batch(
         dense=torch.from_numpy(draw.normal(size=(size, 2)).astype(np.float32)),
         sparse=KeyedJaggedTensor(
             keys=tuple(ROWS),
@@ -75,6 +80,10 @@ def global_batch(number: int, size: int, weighted: bool) -> Batch:
         if weighted
         else None,
     )
+    if known is None:
+        return whole
+    mask = torch.from_numpy(known)
+    return replace(whole, label=whole.label * mask, label_mask=mask)
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -83,18 +92,23 @@ def state_of(model: Any) -> dict[str, Any]:
     return {"dense": [p.detach().clone() for p in model.parameters()], "shards": shards}
 
 
-ADAM = OptimizerSpec(name="adam", lr=0.05)
+ADAM, SGD = OptimizerSpec(name="adam", lr=0.05), OptimizerSpec(name="sgd", lr=0.5)
 
 
 def run_steps(
-    sizes: list[int], weighted: bool, accumulate_steps: int = 1, spec: OptimizerSpec = ADAM
+    sizes: list[int],
+    weighted: bool,
+    accumulate_steps: int = 1,
+    spec: OptimizerSpec = ADAM,
+    masked: bool = False,
 ) -> dict[str, Any]:
     """A step per size of a global batch; run on every rank."""
     world = World.current()
     model = make(spec, "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
-    results = [step(batch_slice(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
+    step.num_masked_tasks = 2 if masked else 0
+    results = [step(batch_slice(global_batch(n, size, weighted, masked), world)) for n, size in enumerate(sizes)]
     return {**state_of(model), "losses": [r.loss for r in results], "counts": [r.num_samples for r in results]}
 
 
@@ -132,6 +146,85 @@ def test_micro_batches_equal_the_whole_batch(ranks: Ranks, weighted: bool) -> No
             assert got["counts"] == sizes
             np.testing.assert_allclose(got["losses"], alone["losses"], rtol=1e-12)
             assert_same(got, alone, 1e-12)
+
+
+def masked_loop(sizes: list[int], weighted: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of the steps, and the dense parameters and tables after them, by plain torch with one table for each."""
+    model = make(SGD, "float64")
+    tables = {s.spec.name: s.weight.clone().requires_grad_() for s in model.embeddings.shards}
+    dense, rows, losses = list(model.parameters()), list(tables.values()), []
+    optimizer = torch.optim.Adam(dense, lr=0.02)
+    row_optimizer = torch.optim.SGD(rows, lr=0.5)
+    for number, size in enumerate(sizes):
+        batch = global_batch(number, size, weighted, masked=True)
+        parts = []
+        for name, table in tables.items():
+            bags = batch.sparse[name]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), bags.lengths.cumsum(0)])
+            given = {"mode": "mean"} if name == "a" else {"mode": "sum"}
+            if name == "b":
+                given["per_sample_weights"] = bags.weights.double()
+            parts.append(
+                functional.embedding_bag(bags.values, table, offsets, sparse=True, include_last_offset=True, **given)
+            )
+        logits = model.score(batch.dense, torch.cat(parts, dim=1))
+        weight = torch.ones(size).double() if batch.weight is None else batch.weight.double()
+        loss, is_step = torch.zeros(()).double(), False
+        for task, factor in enumerate([0.5, 2.0]):
+            known = torch.nonzero(batch.label_mask[:, task])[:, 0]
+            if weight[known].sum() > 0:
+                each = functional.binary_cross_entropy_with_logits(
+                    logits[known, task], batch.label[known, task].double(), reduction="none"
+                )
+                loss, is_step = loss + factor * (weight[known] * each).sum() / weight[known].sum(), True
+        losses.append(float(loss.detach()))
+        if is_step:
+            optimizer.zero_grad()
+            row_optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            row_optimizer.step()
+    return losses, [*(p.detach() for p in dense), *(row.detach() for row in rows)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_missing_labels_do_not_count_on_any_number_of_ranks(ranks: Ranks, weighted: bool) -> None:
+    sizes = [13, 8, 5, 24, 1]
+    alone = run_steps(sizes, weighted, 1, SGD, masked=True)
+    losses, expected = masked_loop(sizes, weighted)
+    np.testing.assert_allclose(alone["losses"], losses, rtol=1e-10)
+    assert losses[2] == 0  # no label of the third batch is known
+    values = [*alone["dense"], *(weight for _, weight, _ in alone["shards"])]
+    for value, want in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=0, atol=1e-10)
+    for size, parts in ((2, 1), (4, 1), (2, 3)):
+        for got in ranks(size).run(run_steps, sizes, weighted, parts, SGD, True):
+            np.testing.assert_allclose(got["losses"], alone["losses"], rtol=1e-12)
+            assert_same(got, alone, 1e-12)
+
+
+def full_mask(weighted: bool) -> list[Any]:
+    """State after two steps, without a mask and with one in which all labels are known; run on every rank."""
+    world, states = World.current(), []
+    for masked in (False, True):
+        model = make(ADAM, "float32")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0])
+        step.num_masked_tasks = 2 * masked
+        for number in range(2):
+            batch = global_batch(number, 9, weighted)
+            mask = torch.ones_like(batch.label, dtype=torch.bool) if masked else None
+            step(batch_slice(replace(batch, label_mask=mask), world))
+        states.append(state_of(model))
+    return states
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_mask_of_known_labels_changes_no_bit(ranks: Ranks, weighted: bool) -> None:
+    for plain, masked in [full_mask(weighted), *ranks(2).run(full_mask, weighted)]:
+        for (_, weight, state), (_, expected, other) in zip(masked["shards"], plain["shards"], strict=True):
+            assert torch.equal(weight, expected) and all(torch.equal(state[name], other[name]) for name in state)
+        assert all(torch.equal(a, b) for a, b in zip(masked["dense"], plain["dense"], strict=True))
 
 
 def embed(scenario: Scenario, num_parts: int) -> list[Any]:

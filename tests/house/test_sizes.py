@@ -7,7 +7,7 @@ from pathlib import Path
 
 from source_tree import SOURCE, functions
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_FILES = 16
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 8

@@ -66,7 +66,11 @@ SplitBy = Annotated[
 ]
 Label = Annotated[
     list[str] | None,
-    typer.Option(help="Column of the label, or of several: a,b.", show_default="by its name", rich_help_panel=_COLUMNS),
+    typer.Option(
+        help="Column of the label, or of several: a,b; or a condition: 'rating >= 4'.",
+        show_default="by its name",
+        rich_help_panel=_COLUMNS,
+    ),
 ]
 Dense = Annotated[
     list[str] | None,
@@ -375,13 +379,14 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
     for name, split in dataset.splits.items():
-        sums = split.positives or {"": split.num_positives}
-        shares = ", ".join(f"{label} {total / max(split.num_rows, 1):.4f}".strip() for label, total in sums.items())
+        shares = ", ".join(f"{label} {rate:.4f}".strip() for label, rate in split.base_rates.items())
         labels = f"{shares} positive" if dataset.has_labels else "without labels"
         where = f"{len(split.files)} files" if dataset.recipe is None else "made as they are read"
         show(f"  {name:5} {split.num_rows:>13,} rows, {where}, {labels}")
     num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
     show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
+    if dataset.num_unlabelled:
+        typer.echo(f"  {dataset.num_unlabelled:,} rows have none of the labels and were left out")
     for name, number in dataset.not_finite.items():
         typer.echo(f"  {name}: {number:,} values are inf or nan, and count as missing")
     if dataset.bad_rows and dataset.bad_rows.num_rows:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.data.position import Position
 from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Float, Int
+from meseta.jagged.shapes import Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class Batch:
     """Ids of all sparse features."""
     label: Float[Tensor, " B *T"]
     """Clicked or not, 0 to 1: float32 [B] where the dataset has one label, [B, T] where it has T > 1;
-    NaN where it has none."""
+    NaN where it has none, 0 where `label_mask` is false."""
     weight: Float[Tensor, " B"] | None = None
     """Weights of the samples, float32, finite and not negative; None: all 1."""
     group: Int[Tensor, " B"] | None = None
     """Keys of the groups that the samples belong to, int64, for metrics within groups; None: there are none."""
+    label_mask: Bool[Tensor, " B *T"] | None = None
+    """Whether each label is known, of the shape of `label`; None: all are."""
     num_padding: int = 0
     """Samples at its end that only fill it up, with weight 0 and no ids, and count for nothing."""
     position: Position | None = None
@@ -37,6 +39,12 @@ class Batch:
     def batch_size(self) -> int:
         """Samples."""
         return self.label.shape[0]
+
+    @property
+    def known_labels(self) -> Bool[Tensor, "B T"] | None:
+        """`label_mask` with a column for each task; None if all labels are known."""
+        mask = self.label_mask
+        return mask[:, None] if mask is not None and mask.dim() == 1 else mask
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -49,6 +57,7 @@ class Batch:
             self.label,
             self.weight,
             self.group,
+            self.label_mask,
         )
         return tuple(tensor for tensor in all_of_it if tensor is not None)
 
@@ -68,6 +77,7 @@ class Batch:
             label=next(others),
             weight=None if self.weight is None else next(others),
             group=None if self.group is None else next(others),
+            label_mask=None if self.label_mask is None else next(others),
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:

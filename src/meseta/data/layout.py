@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from meseta.data.dataset.dataset import LabelRule
+
 MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
 
@@ -84,8 +86,11 @@ class RawLayout:
     """Columns of the raw files: names of labels, dense and sparse features, and of what a sample has beside."""
 
     labels: tuple[str, ...]
+    """Names of the labels: raw columns, except for those with a rule."""
     dense: tuple[str, ...]
     sparse: tuple[SparseColumn, ...]
+    label_rules: tuple[LabelRule, ...] = ()
+    """How the labels that are not columns of labels are made."""
     signed: tuple[str, ...] = ()
     """Dense columns whose negative values count; those of others are taken for 0."""
     weight: str | None = None
@@ -106,9 +111,20 @@ class RawLayout:
     """Names of the columns of text that has no header, for that schema as well."""
 
     @property
+    def plain_labels(self) -> list[str]:
+        """The labels that are raw columns of labels."""
+        return [name for name in self.labels if self.label_rule(name) is None]
+
+    @property
+    def raw_labels(self) -> list[str]:
+        """The raw columns that labels are made from, once."""
+        rules = {name: self.label_rule(name) for name in self.labels}
+        return list(dict.fromkeys(name if rule is None else rule.column for name, rule in rules.items()))
+
+    @property
     def columns(self) -> list[str]:
         """Every raw column that is read, once."""
-        samples = [name for name in (*self.labels, self.weight, self.group, self.time) if name is not None]
+        samples = [name for name in (*self.raw_labels, self.weight, self.group, self.time) if name is not None]
         return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed]))
 
     @property
@@ -116,7 +132,7 @@ class RawLayout:
         """The raw columns that are read as numbers."""
         buckets = [column.buckets.column for column in self.sparse if column.buckets]
         weight = [] if self.weight is None else [self.weight]
-        return list(dict.fromkeys([*self.labels, *weight, *self.dense, *buckets, *self.surveyed]))
+        return list(dict.fromkeys([*self.raw_labels, *weight, *self.dense, *buckets, *self.surveyed]))
 
     @property
     def texts(self) -> list[str]:
@@ -155,6 +171,10 @@ class RawLayout:
     def sample_columns(self) -> list[str]:
         """Columns of the dataset that are no features."""
         return [name for name in (*self.label_columns, self.weight, self.group_column, self.time) if name is not None]
+
+    def label_rule(self, name: str) -> LabelRule | None:
+        """Return how a label is made; None if it is a raw column of labels."""
+        return next((rule for rule in self.label_rules if rule.name == name), None)
 
     def buckets_of(self, column: str) -> BucketRule | None:
         """How a raw column is cut, if it is."""

@@ -27,7 +27,7 @@ class RawRows:
     """A parsed block of n samples."""
 
     labels: list[NDArray[np.float32]]
-    """[n] per label, 0 to 1."""
+    """[n] per label, 0 to 1; NaN if missing, which one of several labels may be."""
     dense: list[NDArray[np.float32]]
     """log1p(max(x, 0)), of a signed column sign(x) * log1p(|x|), missing as 0; [n] per feature."""
     sparse: list[RawSparse]
@@ -41,6 +41,11 @@ class RawRows:
     """[n] per column that is surveyed, missing as NaN."""
     num_not_finite: tuple[int, ...] = ()
     """Of each dense feature, values that are inf or nan and count as missing; empty: none of any."""
+
+    @property
+    def is_unlabelled(self) -> NDArray[np.bool_]:
+        """Samples [n] that have none of the labels, of which there is at least one."""
+        return np.all([np.isnan(label) for label in self.labels], axis=0)
 
 
 def log1p(values: NDArray[np.generic], *, signed: bool = False) -> NDArray[np.float32]:
@@ -62,6 +67,10 @@ def signed_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def signed_exp(logs: NDArray[np.float64]) -> NDArray[np.float64]:
     """The inverse of `signed_log`."""
     return np.copysign(np.expm1(np.abs(logs)), logs)
+
+
+LABEL_RULE = "a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
+"""What a value must be to be a label."""
 
 
 def is_label(label: NDArray[Any]) -> NDArray[np.bool_]:

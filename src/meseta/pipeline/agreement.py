@@ -108,6 +108,44 @@ class UnheardStep:
 
 
 def totals_of(batch: Batch) -> Totals:
-    """Of the samples of one rank, before they are cut into micro-batches."""
-    weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
+    """Of the samples of one rank, before they are cut into micro-batches. A sample without any known label weighs 0."""
+    if batch.known_labels is None:
+        weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
+    else:
+        weight = _sum_of_weights(batch, batch.known_labels.any(1))
     return Totals(batch.batch_size, batch.num_padding, weight)
+
+
+def known_weights(batch: Batch) -> list[float]:
+    """Sum of the weights of the samples whose label is known, for each of T tasks, over the samples of one rank."""
+    assert batch.known_labels is not None
+    return [_sum_of_weights(batch, known) for known in batch.known_labels.unbind(1)]
+
+
+def _sum_of_weights(batch: Batch, is_counted: Tensor) -> float:
+    """Sum of the weights of some samples [B], in the order in which all of them are added."""
+    return float(total(is_counted.double() if batch.weight is None else batch.weight.double() * is_counted))
+
+
+def begin_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Callable[[float], Float[Tensor, " T"]]:
+    """Begin to add up the weights of the known labels of a global batch, and return what gives the factor of each task.
+
+    A factor is W / W_t: W is the weight of all samples, and W_t the weight of those whose label of task t is known.
+    A loss that is divided by W then becomes the mean over known labels. The factor of a task without known labels is 0.
+    If all labels are known, the factors are exactly 1. The result waits for the other ranks once, and is called with W.
+
+    Args:
+        world: all ranks; every rank calls this for the same batches in the same order.
+        batch: this rank's slice; None if it could not be read.
+        num_tasks: T.
+    """
+    known = [0.0] * num_tasks if batch is None else known_weights(batch)
+    wait = world.start_sum_of_few(on_device(known, torch.float64, world.device), "label weights")
+    sums: list[Tensor] = []
+
+    def factors(weight: float) -> Tensor:
+        if not sums:
+            sums.append(wait())
+        return torch.where(sums[0] > 0, weight / sums[0], 0.0)
+
+    return factors

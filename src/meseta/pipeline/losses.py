@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,8 +27,8 @@ class BatchLosses:
 
     Terms of `loss_terms` are of each sample. Those of `global_loss_terms` are each a number of the whole global batch,
     made by `global_losses(logits, label, weight)` of all samples without those that fill it up, and added to the mean
-    over it. Each rank has the logits of the others without a gradient; what their gradients add up to over ranks is
-    that of the whole.
+    over it. If labels may be missing, `weight` is [B, T] and 0 for a missing one. Each rank has the logits of the
+    others without a gradient; what their gradients add up to over ranks is that of the whole.
     """
 
     def __init__(self, model: Model, task_weights: Tensor | None, accumulate_steps: int = 1) -> None:
@@ -49,11 +50,12 @@ class BatchLosses:
         self._task_weights = task_weights
 
     def __call__(
-        self, dense: Any, pooled: Any, batch: Batch, flight: Flight[Any]
+        self, dense: Any, pooled: Any, batch: Batch, flight: Flight[Any], task_factors: Tensor | None = None
     ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""], Float[Tensor, " _losses"]]:
         """(logits, the sum to be made small, the same and that of each term without a gradient in float64) over the
         samples of `batch`, each by its weight; `dense` and `pooled` are as `score` takes them, `flight` knows the other
-        ranks. Collective where there is a loss of the global batch.
+        ranks. If the batch has a mask of known labels, only these count, and `task_factors` [T] multiply the losses of
+        the tasks, see `begin_task_factors`. Collective where there is a loss of the global batch.
 
         Raises MesetaError for logits of another shape than the labels, and for terms that are not those of the model or
         have another shape than they must.
@@ -63,8 +65,9 @@ class BatchLosses:
             logits, terms = model.score_with_losses(dense, pooled, batch.label)
         else:
             logits, terms = model.score(dense, pooled), {}
-        sums = [self._sum(name, one, logits, batch) for name, one in self._in_order("score_with_losses", terms)]
-        parts = sums if CROSS_ENTROPY in self._of_samples else [loss_sum(logits, batch, self._task_weights), *sums]
+        weigh = _Weigher(batch, self._task_weights, task_factors)
+        sums = [self._sum(name, one, logits, weigh) for name, one in self._in_order("score_with_losses", terms)]
+        parts = sums if CROSS_ENTROPY in self._of_samples else [_cross_entropy(logits, batch, weigh), *sums]
         summed = parts[0]
         for part in parts[1:]:
             summed = summed + part
@@ -83,15 +86,18 @@ class BatchLosses:
         weight = torch.ones(batch.batch_size, device=logits.device) if batch.weight is None else batch.weight
         columns = [logits.flatten(1) if logits.dim() > 1 else logits[:, None], batch.label.view(len(logits), -1)]
         num_tasks = columns[0].shape[1]
-        own = torch.cat([column.to(logits.dtype) for column in (*columns, weight[:, None])], dim=1)[:num_real]
+        of_samples = weight[:, None]
+        if batch.known_labels is not None:
+            of_samples = of_samples * batch.known_labels
+        own = torch.cat([column.to(logits.dtype) for column in (*columns, of_samples)], dim=1)[:num_real]
         sent = own.new_zeros(max(flight.batch_slice.sizes), own.shape[1] + 1)
         sent[:num_real, :-1], sent[:num_real, -1] = own.detach(), 1.0
         others = world.all_gather(sent, "logits")
         rows = [own if rank == world.rank else one[one[:, -1] > 0][:, :-1] for rank, one in enumerate(others)]
-        scores, label, of_sample = torch.cat(rows).split([num_tasks, num_tasks, 1], dim=1)
+        scores, label, of_sample = torch.cat(rows).split([num_tasks, num_tasks, of_samples.shape[1]], dim=1)
         if logits.dim() == 1:
             scores, label = scores[:, 0], label[:, 0]
-        terms = cast(Any, self._model).global_losses(scores, label, of_sample[:, 0])
+        terms = cast(Any, self._model).global_losses(scores, label, of_sample.squeeze(1))
         found = self._in_order("global_losses", terms)
         for name, term in found:
             if term.shape != ():
@@ -111,19 +117,46 @@ class BatchLosses:
             )
         return [(name, terms[name]) for name in names]
 
-    def _sum(self, name: str, term: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+    def _sum(self, name: str, term: Tensor, logits: Tensor, weigh: _Weigher) -> Tensor:
         if term.shape not in (logits.shape, logits.shape[:1]):
             raise MesetaError(
                 f"{type(self._model).__name__}.score_with_losses: the term {name!r} is {list(term.shape)} for logits "
                 f"{list(logits.shape)}; give one number for each sample, or for each sample and task"
             )
-        factor = _factor(batch, self._task_weights if term.dim() > 1 else None, term)
+        factor = weigh(term, is_of_tasks=term.dim() > 1)
         return total(term if factor is None else term * factor)
 
 
-def loss_sum(logits: Tensor, batch: Batch, task_weights: Tensor | None) -> Tensor:
-    """The sum over this rank's samples, and over tasks: sum of w_i * l_i, where w_i is the weight of a sample (1 where
-    the batch has none) and l_i the binary cross-entropy, each task's times its weight.
+@dataclass(frozen=True)
+class _Weigher:
+    """What multiplies the losses of a batch before they are added up."""
+
+    batch: Batch
+    task_weights: Tensor | None
+    """[T]; None: all 1."""
+    task_factors: Tensor | None
+    """[T], for a batch whose labels are not all known, see `begin_task_factors`."""
+
+    def __call__(self, losses: Tensor, *, is_of_tasks: bool) -> Tensor | None:
+        """Return the factors of `losses` [B] or [B, T], which belong to tasks or to whole samples; None: all 1."""
+        batch = self.batch
+        factor = self.task_weights.to(losses.dtype) if self.task_weights is not None and is_of_tasks else None
+        if batch.weight is not None:
+            weight = batch.weight.to(losses.dtype).view(-1, *[1] * (losses.dim() - 1))
+            factor = weight if factor is None else weight * factor
+        if batch.label_mask is None or batch.known_labels is None:
+            return factor
+        known: Tensor = batch.label_mask
+        if is_of_tasks:
+            assert self.task_factors is not None
+            known = known * (self.task_factors if known.dim() > 1 else self.task_factors[0])
+        else:
+            known = batch.known_labels.any(1)
+        return known.to(losses.dtype) if factor is None else factor * known.to(losses.dtype)
+
+
+def _cross_entropy(logits: Tensor, batch: Batch, weigh: _Weigher) -> Tensor:
+    """Sum of w_i * l_i over this rank's samples and tasks; l_i is the binary cross-entropy, w_i what `weigh` returns.
 
     Raises MesetaError for logits of another shape than the labels.
     """
@@ -133,14 +166,5 @@ def loss_sum(logits: Tensor, batch: Batch, task_weights: Tensor | None) -> Tenso
             f"the model gives logits {list(logits.shape)} for labels {list(label.shape)}; the outputs of the model "
             "must be one per label of the dataset"
         )
-    factor = _factor(batch, task_weights, logits)
+    factor = weigh(logits, is_of_tasks=True)
     return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
-
-
-def _factor(batch: Batch, task_weights: Tensor | None, losses: Tensor) -> Tensor | None:
-    """What multiplies losses [B] or [B, T]; None: nothing."""
-    factor = None if task_weights is None else task_weights.to(losses.dtype)
-    if batch.weight is not None:
-        weight = batch.weight.to(losses.dtype).view(-1, *[1] * (losses.dim() - 1))
-        factor = weight if factor is None else weight * factor
-    return factor

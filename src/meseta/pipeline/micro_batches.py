@@ -50,6 +50,7 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
             label=batch.label[start:stop],
             weight=weight,
             group=group,
+            label_mask=None if batch.label_mask is None else batch.label_mask[start:stop],
         )
         for part, ((start, stop), weight, group) in enumerate(
             zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)

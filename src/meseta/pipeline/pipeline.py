@@ -21,7 +21,7 @@ from meseta.models.base import before_of, readable
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import dense_parameters, step_unless
-from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, totals_of
+from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, begin_task_factors, totals_of
 from meseta.pipeline.carried import Carried
 from meseta.pipeline.losses import BatchLosses
 from meseta.pipeline.micro_batches import split_batch, told_by_number
@@ -83,6 +83,8 @@ class _Coming:
     """Gives each micro-batch on the device; empty until copies are begun."""
     parts: list[_MicroBatch] = field(default_factory=list)
     """Empty until it is begun."""
+    task_factors: Callable[[float], Tensor] | None = None
+    """Factors of the tasks, see `begin_task_factors`; `None` until it is begun, or if all labels are known."""
 
 
 class Pipeline:
@@ -90,7 +92,8 @@ class Pipeline:
 
     The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch, where w_i is the weight of a sample (1
     where the batch has none) and l_i the binary cross-entropy, summed over tasks, and what the model adds to it, see
-    meseta.pipeline.losses. A batch whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
+    meseta.pipeline.losses. If labels may be missing, the mean of each task is over the samples whose label is known. A
+    batch whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class Pipeline:
         self._losses = BatchLosses(model, weights, accumulate_steps)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
+        self.num_masked_tasks = 0
+        """Number of tasks if batches have a mask of known labels, else 0; to be set before the first step."""
         self.overlap = frozenset(overlap)
         self.stale = False
         """Whether every batch is looked up before the update of the one before moves a row, so that answers too travel
@@ -285,6 +290,8 @@ class Pipeline:
     def _begin(self, coming: _Coming) -> None:
         """Copy a batch to its device, and begin to tell the owners of rows how many ids come to them."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start
+        if self.num_masked_tasks:
+            coming.task_factors = begin_task_factors(self.world, batch, self.num_masked_tasks)
         if batch is None:
             assert error is not None
             coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
@@ -394,7 +401,7 @@ class Pipeline:
                     if index == 0:
                         self._finish_update()
                         self._set_rates(parts, schedule())
-                    scores, summed, sums = self._score(part, None if is_last else parts[index + 1])
+                    scores, summed, sums = self._score(coming, part, None if is_last else parts[index + 1])
                     local_losses = sums if local_losses is None else local_losses + sums
                     logits.append(scores.detach())
                     if index == 0:
@@ -440,7 +447,9 @@ class Pipeline:
         for part in parts:
             part.flight.lr_factor = lr_factor
 
-    def _score(self, part: _MicroBatch, following: _MicroBatch | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(
+        self, coming: _Coming, part: _MicroBatch, following: _MicroBatch | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of a micro-batch and sums of its losses, see BatchLosses; `following` is looked up meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.times.stage, part.on_device
         hides = "answers" in self.overlap
@@ -456,7 +465,9 @@ class Pipeline:
             if hides and following is not None:
                 self._look_up(following)
             with stage("dense_forward"), explain_uncalled():
-                return self._losses(dense, pooled, batch, part.flight)
+                assert part.flight.whole is not None
+                factors = None if coming.task_factors is None else coming.task_factors(part.flight.whole.weight)
+                return self._losses(dense, pooled, batch, part.flight, factors)
 
     def _agree(self, part: _MicroBatch, local_losses: Tensor, votes: Sequence[float]) -> Agreement:
         """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""

@@ -220,7 +220,8 @@ def _marked(shown: str, is_marked: bool) -> str:
 
 
 def _rate(split: SplitFigures, label: str) -> str:
-    return f"{100 * split.labels[label] / split.num_rows:.2f}%" if split.num_rows else ABSENT
+    rate = split.base_rates[label]
+    return ABSENT if rate is None else f"{100 * rate:.2f}%"
 
 
 def _value(value: float) -> str:

@@ -23,7 +23,7 @@ def data_section(record: RunRecord) -> str:
 def _splits(dataset: Dataset) -> str:
     rows = []
     for name, split in dataset.splits.items():
-        rate = split.num_positives / split.num_rows if split.num_rows else None
+        rate = next(iter(split.base_rates.values())) if split.num_rows else None
         rows.append(
             [
                 text(name),

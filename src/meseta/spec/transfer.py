@@ -5,7 +5,8 @@ bytes for each thing of one kind that a batch has. A step under a plan is
 
     stage        transfer                       to       so many bytes for each
     -----------  -----------------------------  -------  -----------------------------------------------
-    input_dist   counts                         owners   pair of ranks, route
+    input_dist   label weights                  all      step, if labels may be missing
+                 counts                         owners   pair of ranks, route
                  ids                            owners   bag (its length), id
                  weights                        owners   id
     output_dist  answers                        askers   number of a bag or row
@@ -223,8 +224,8 @@ HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
 OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
              "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of tables."""
-OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "logits", "agree", "dense", "norms",
-                      "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
+OF_STEPS = frozenset((*OF_TABLES, "label weights", "batch norm", "gradients of batch norm", "logits", "agree", "dense",
+                      "norms", "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` may list."""
 OF_LAST_PART = ("replicas", "row statistics")
 """Names of those of a backward pass that begin with the last micro-batch, whose loss all ranks have agreed on."""
@@ -292,7 +293,18 @@ def step_transfers(
     late = [own for own in back if own not in early]
     num_bytes = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
     logits = [_alike("logits", num_bytes, 1, "gather")] if num_bytes else []
-    return (*step.forward(), *step.forward_of_dense(), *logits, *early, agree, *late, *step.sums_of_dense())
+    masked = step.dense.num_masked_tasks
+    label_weights = [_alike("label weights", COUNT_BYTES * masked, 1, "gather")] if masked else []
+    return (
+        *label_weights,
+        *step.forward(),
+        *step.forward_of_dense(),
+        *logits,
+        *early,
+        agree,
+        *late,
+        *step.sums_of_dense(),
+    )
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ class DenseExchange:
     """Numbers that the run has ranks agree on in a step, beside the loss."""
     logit_bytes: int = 0
     """Of a sample, which all ranks are told of for a loss of the global batch; 0 where there is none."""
+    num_masked_tasks: int = 0
+    """Tasks, if samples may lack labels: ranks add up the weights of the known ones; else 0."""
     num_parts: int = 1
     """Micro-batches that each rank takes its slice in."""
 

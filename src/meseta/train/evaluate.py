@@ -111,7 +111,8 @@ def evaluate(
     windows, outside = TaskWindows(reader.dataset.labels, MetricWindow), IdsOutside()
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
     for logits, batch in predict(model, reader, world, shift, outside):
-        windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group))
+        known = _numpy(batch.label_mask)
+        windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group), known=known)
         for feature, parts in keys.items():
             parts.append(batch.sparse[feature].values.numpy())
     together = gather_windows(windows, world)

@@ -47,7 +47,8 @@ def write_predictions(
 
     Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
     them, then "prediction" and, if there are labels, "label" (float32), or "prediction.NAME" and "label.NAME" for each
-    of several labels. Of raw rows, the keys are those that they were opened with, and no others.
+    of several labels. A label that a sample lacks is null, or an empty field. Of raw rows, the keys are those that they
+    were opened with, and no others.
     Rank 0 writes while all ranks predict, and holds a global batch at a time.
     The file appears whole or not at all. Raises MesetaError, on all ranks, for keys that the data do not have, a file
     that cannot be written, and a prediction that is not finite.
@@ -57,10 +58,13 @@ def write_predictions(
     num_rows = 0
     try:
         for own_logits, batch in predict(model, reader, world, shift):
-            own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
+            more = (batch.weight, batch.group, batch.label_mask)
+            weight, group, known = (None if column is None else column.numpy() for column in more)
+            label = batch.label.numpy()
             if windows is not None and reader.dataset.has_labels:
-                more = (None if column is None else column.numpy() for column in (batch.weight, batch.group))
-                windows.add(own_logits, own[1], *more)
+                windows.add(own_logits, label, weight, group, known=known)
+            shown = label if known is None else np.where(known, label, np.float32(np.nan))
+            own = own_logits.astype(np.float64), shown, file is not None and file.problem is not None
             parts = world.gather_objects(own)
             if parts[0][2]:  # nothing more can be written, so nothing more is computed
                 break
@@ -142,7 +146,10 @@ class _File:
             keys = self._keys.take(num_rows)
             figures = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
             rows = np.arange(first_row, first_row + num_rows)
-            columns = [pa.array(rows), *keys.columns, *(pa.array(np.ascontiguousarray(one)) for one in figures)]
+            arrays = [
+                pa.array(np.ascontiguousarray(one), from_pandas=True) for one in figures
+            ]  # a missing label is null
+            columns = [pa.array(rows), *keys.columns, *arrays]
             self._writer.write_table(pa.table(columns, schema=self._schema))
 
     def finish(self) -> MesetaError | None:

@@ -91,8 +91,10 @@ class RunningFigures:
                 self._terms[name] = self._terms.get(name, 0.0) + mean * weight_of_all
             self._terms_weight += weight_of_all
         num_real = batch.batch_size - batch.num_padding
-        weight = None if batch.weight is None else batch.weight[:num_real].numpy()
-        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight)
+        weight, known = (
+            None if column is None else column[:num_real].numpy() for column in (batch.weight, batch.label_mask)
+        )
+        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight, known=known)
 
     def take(self) -> dict[str, Any]:
         """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.

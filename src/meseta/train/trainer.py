@@ -138,6 +138,7 @@ class Trainer:
             accumulate_steps=config.train.accumulate_steps,
             overlap=self.overlap.hidden,
         )
+        self.pipeline.num_masked_tasks = self.dataset.num_masked_tasks
         self.pipeline.stale = bool(config.pipeline.stale)
         self._step_threads = StepThreads()
         self.decisions = Decisions(config, [name for name, split in self.dataset.splits.items() if split.num_rows])

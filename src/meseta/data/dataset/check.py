@@ -70,6 +70,8 @@ class _Group:
     """By column and rule."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sum of each label."""
+    known: Counter[str] = field(default_factory=Counter)
+    """Samples that have each label."""
     lookups: Counter[str] = field(default_factory=Counter)
     """Ids of each sparse feature."""
 
@@ -95,6 +97,7 @@ def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -
                 if metadata is not None:
                     for group in in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
                         seen.sums = {key: seen.sums.get(key, 0.0) + more for key, more in group.sums.items()}
+                        seen.known += group.known
                         seen.lookups += group.lookups
                         num_rows += group.num_rows
                         _merge(found, group.found)
@@ -169,6 +172,10 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
     for column in columns:
         chunked = table.column(column.name)
         array = pa.concat_arrays(chunked.chunks) if chunked.num_chunks else pa.array([], chunked.type)
+        rows = None
+        if column.can_be_missing:
+            rows = np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False))
+            array = array.drop_null()
         nulls = array.null_count + (array.values.null_count if column.is_list else 0)
         if nulls:
             where = _place(path, column.name, first_row + _first_null(array))
@@ -180,6 +187,7 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
         if bad is not None:
             at = int(np.argmax(bad))
             row = int(np.searchsorted(_offsets(array), at, side="right")) - 1 if column.is_list else at
+            row = row if rows is None else int(rows[row])
             fault = Fault(
                 object=_place(path, column.name, first_row + row),
                 rule=column.rule,
@@ -189,6 +197,7 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
             group.found[column.name, "value"] = fault
         if column.role == "label":
             group.sums[column.name] = float(values.sum(dtype=np.float64))
+            group.known[column.name] += values.size
         if column.role == "ids":
             group.lookups[column.name] += values.size
     for feature in dataset.sparse:
@@ -241,6 +250,10 @@ def _sum_faults(dataset: Dataset, name: str, seen: _Group) -> Iterator[Fault]:
         if label in seen.sums and abs(seen.sums[label] - total) > 1e-6 * max(total, 1.0):
             rule = f"{FILE_NAME} says that its labels {label!r} add up to {total:.8g}"
             yield Fault(object=f"split {name!r}", rule=rule, value=f"{seen.sums[label]:.8g}")
+    for label, number in split.known.items():
+        if label in seen.sums and number != seen.known[label]:
+            rule = f"{FILE_NAME} says that {number} samples have label {label!r}"
+            yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.known[label]))
     for feature in dataset.sparse if name == "train" else ():
         if feature.statistics.num_lookups != seen.lookups[feature.name]:
             rule = f"{FILE_NAME} says {feature.statistics.num_lookups} ids of feature {feature.name!r}"

@@ -23,6 +23,8 @@ class DataColumn:
     """Whether a sample has a list of values."""
     num_embeddings: int = 0
     """Of ids: the rows of their table."""
+    can_be_missing: bool = False
+    """Whether a sample may have no value, which is null in the file."""
 
     @property
     def what(self) -> str:
@@ -56,7 +58,8 @@ class DataColumn:
 
 def columns_of(dataset: Dataset) -> tuple[DataColumn, ...]:
     """Every column that the files of `dataset` have: labels, weight, group, time, dense, ids, weights of ids."""
-    columns = [DataColumn(name=name, role="label") for name in dataset.label_columns]
+    masked = dataset.masked_labels
+    columns = [DataColumn(name=name, role="label", can_be_missing=name in masked) for name in dataset.label_columns]
     samples: list[tuple[str | None, Role]] = [
         (dataset.weight, "weight"),
         (dataset.group, "group"),

@@ -111,11 +111,21 @@ class Split(Record):
     """Sum of the labels; of the first label where there are several."""
     positives: dict[str, float] = {}
     """Sum of each label, where there are several."""
+    known: dict[str, Count] = {}
+    """Samples that have each label; empty if all samples have all labels."""
     files: tuple[DataFile, ...]
     """Parquet files, in the order of their rows; none where a recipe makes them."""
 
+    @property
+    def base_rates(self) -> dict[str, float]:
+        """Mean of each label over the samples that have it; of a single label under ''. 0 without samples."""
+        sums = self.positives or {"": self.num_positives}
+        return {label: total / max(self.known.get(label, self.num_rows), 1) for label, total in sums.items()}
+
     @model_validator(mode="after")
     def _check(self) -> Split:
+        if any(number > self.num_rows for number in self.known.values()):
+            raise ValueError(f"it has {self.num_rows} rows, but known says that more have a label")
         total = sum(file.num_rows for file in self.files)
         if total != self.num_rows and self.files:
             raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
@@ -160,13 +170,48 @@ Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_s
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
+class LabelRule(Record):
+    """How the numbers in a raw column become a label of 0 and 1, unless they are labels already."""
+
+    name: ColumnName
+    """Name of the label."""
+    column: ColumnName
+    """Raw column that it is made from."""
+    operator: Literal[">=", "<=", "==", "!=", ">", "<"] | None = None
+    """The label is 1 if the value compares so with `threshold`; None: by `is_signed`."""
+    threshold: float = 0.0
+    is_signed: bool = False
+    """Whether the column holds 1, and -1 for a label of 0."""
+
+    @property
+    def condition(self) -> str:
+        """`COLUMN OPERATOR NUMBER`, or the column alone if there is no operator."""
+        if self.operator is None:
+            return self.column
+        whole = self.threshold.is_integer() and abs(self.threshold) < 1e15
+        return f"{self.column} {self.operator} {int(self.threshold) if whole else self.threshold!r}"
+
+    @property
+    def entry(self) -> str:
+        """What a schema or --label says to make this label."""
+        return self.condition if self.name == self.condition else f"{self.name}={self.condition}"
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelRule:
+        if (self.operator is None) != self.is_signed:
+            raise ValueError("a label is made by an operator or from -1 and 1")
+        return self
+
+
 class SourceForm(Record):
     """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
 
     kind: Annotated[str, BeforeValidator(_check_kind)]
     """Of the files. 'tsv' is Criteo's."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
-    """Columns of all labels."""
+    """Names of all labels: columns, except for those with a rule."""
+    label_rules: tuple[LabelRule, ...] = ()
+    """How the labels that are not columns of labels are made."""
     group: ColumnName | None = None
     """Column of the groups, whatever the dataset calls it."""
     delimiter: Sign = ","
@@ -229,6 +274,8 @@ class Dataset(Record):
     """The raw files, in the order in which they were read."""
     not_finite: dict[str, Count] = {}
     """Dense feature -> its values in the sources that are inf or nan, which count as missing."""
+    num_unlabelled: Count = 0
+    """Rows of the sources that were left out because they have none of several labels."""
     bad_rows: BadRows | None = None
     """Rows that were left out; None: a bad row would have been an error."""
     source_form: SourceForm | None = None
@@ -239,6 +286,9 @@ class Dataset(Record):
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, by which rows are made from the raw files as they are read, see meseta.data.recipe; None:
     they lie in the files of the splits."""
+    may_lack_labels: bool = Field(default=False, exclude=True)
+    """Whether samples may lack labels though no split says so, as new rows that nobody has counted; not part of the
+    file."""
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 
@@ -246,6 +296,21 @@ class Dataset(Record):
     def label_columns(self) -> tuple[str, ...]:
         """The labels that the Parquet files have: all, or none."""
         return self.labels if self.has_labels else ()
+
+    @property
+    def masked_labels(self) -> tuple[str, ...]:
+        """The labels that some samples lack: null in the Parquet files."""
+        if self.may_lack_labels:
+            return self.label_columns
+        short = [split for split in self.splits.values() if split.known]
+        return tuple(
+            name for name in self.label_columns if any(s.known.get(name, s.num_rows) < s.num_rows for s in short)
+        )
+
+    @property
+    def num_masked_tasks(self) -> int:
+        """Number of labels if samples may lack some of them, so that batches have a mask; else 0."""
+        return len(self.labels) if self.masked_labels else 0
 
     @property
     def columns(self) -> list[str]:
@@ -376,7 +441,14 @@ class Dataset(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""
-        return self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
+        document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
+        # Earlier versions refuse keys that they do not know, so later keys are left out if they say nothing.
+        parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
+        parts += [] if self.source_form is None else [(document["source_form"], "label_rules")]
+        for part, key in parts:
+            if not part[key]:
+                del part[key]
+        return document
 
     def save(self, dir: str | Path) -> None:
         """Write `dir`/dataset.json. Raises MesetaError if `load` would refuse its size."""

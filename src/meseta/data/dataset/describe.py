@@ -49,6 +49,8 @@ class SplitFigures:
     num_rows: int
     labels: dict[str, float]
     """Sum of each label."""
+    base_rates: dict[str, float | None]
+    """Mean of each label over the samples that have it; None if there are none."""
     weights: Values | None
     """Of the samples; None where they have none."""
     num_groups: int | None
@@ -226,9 +228,13 @@ def _split_figures(dataset: Dataset, name: str) -> SplitFigures:
         for values in _numbers(dataset, name, dataset.time):
             times.add(values[np.isfinite(values)], 0)
     sizes = _group_sizes(dataset, name)
+    split = dataset.splits[name]
+    sums = {label: sum(float(np.nansum(v)) for v in _numbers(dataset, name, label)) for label in dataset.label_columns}
+    known = {label: split.known.get(label, split.num_rows) for label in sums}
     return SplitFigures(
-        num_rows=dataset.splits[name].num_rows,
-        labels={label: sum(float(v.sum()) for v in _numbers(dataset, name, label)) for label in dataset.label_columns},
+        num_rows=split.num_rows,
+        labels=sums,
+        base_rates={label: total / known[label] if known[label] else None for label, total in sums.items()},
         weights=None if dataset.weight is None else weights.result(),
         num_groups=None if sizes is None else sizes.size,
         max_group_rows=None if sizes is None else int(sizes.max(initial=0)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meseta.data.dataset.dataset import FILE_NAME, Dataset, DenseFeature, Record, SparseEncoding
+from meseta.data.dataset.dataset import FILE_NAME, Dataset, DenseFeature, LabelRule, Record, SparseEncoding
 from meseta.data.dataset.vocabulary import digest_of_values, read_values
 from meseta.spec import MesetaError
 
@@ -37,6 +37,8 @@ class Encoding(Record):
     """As `Dataset.labels`."""
     label_source: str | None = None
     """As `Dataset.label_source`."""
+    label_rules: tuple[LabelRule, ...] = ()
+    """As `SourceForm.label_rules`, of these labels."""
     dense: tuple[DenseFeature, ...]
     """In the order of the batch's columns."""
     sparse: tuple[SparseEncoding, ...]
@@ -47,8 +49,14 @@ class Encoding(Record):
         """That of a dataset, whose files are not looked at."""
         keys = SparseEncoding.model_fields
         sparse = [SparseEncoding(**{key: getattr(feature, key) for key in keys}) for feature in dataset.sparse]
+        form = dataset.source_form
+        rules = [] if form is None else form.label_rules
         return Encoding(
-            labels=dataset.labels, label_source=dataset.label_source, dense=dataset.dense, sparse=tuple(sparse)
+            labels=dataset.labels,
+            label_source=dataset.label_source,
+            label_rules=tuple(rule for rule in rules if rule.name in (*dataset.labels, dataset.label_source)),
+            dense=dataset.dense,
+            sparse=tuple(sparse),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +133,17 @@ def _of_labels(before: Encoding, now: Encoding) -> Iterator[str]:
         yield f"labels, which were {_shown(before.labels)} and are {_shown(now.labels)} now"
     elif None not in (before.label_source, now.label_source) and before.label_source != now.label_source:
         yield f"label, which was column {before.label_source!r} and is {now.label_source!r} now"
+    rules, rules_now = ({rule.name: rule for rule in encoding.label_rules} for encoding in (before, now))
+    for name in [name for name in {**rules, **rules_now} if rules.get(name) != rules_now.get(name)][:1]:
+        one, other = (_rule(name, of_encoding.get(name)) for of_encoding in (rules, rules_now))
+        yield f"label {name!r}, which was {one} and is {other} now"
+
+
+def _rule(name: str, rule: LabelRule | None) -> str:
+    """How a label is made, in words."""
+    if rule is None:
+        return f"column {name!r}"
+    return "made from -1 and 1" if rule.is_signed else rule.condition
 
 
 def _of_columns(

@@ -82,6 +82,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
     return SourceForm(
         kind=raw_format.name,
         labels=layout.labels,
+        label_rules=layout.label_rules,
         group=layout.group,
         delimiter=layout.delimiter,
         header=layout.header if raw_format.is_delimited else (),

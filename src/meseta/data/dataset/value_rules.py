@@ -49,11 +49,11 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
     where = f"dataset file {str(path)!r}, row"
     for data_column in _batch_columns(dataset):
         name, column = data_column.name, table.column(data_column.name)
-        if column.null_count:
+        if column.null_count and not data_column.can_be_missing:
             row = first_row + pc.index(pc.is_null(column), True).as_py()
             raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_WAY_OUT}")
         values = pc.list_flatten(column) if data_column.is_list else column
-        if values.null_count:
+        if data_column.is_list and values.null_count:
             row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
             raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
     for role in ("label", "weight"):
@@ -85,13 +85,16 @@ def breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] |
 
 def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColumn) -> None:
     """Whether each number of a label, or of the weights of samples, fits."""
-    values = table.column(column.name).to_numpy()
+    array = table.column(column.name)
+    present = array.is_valid().to_numpy() if array.null_count else None
+    values = array.drop_null().to_numpy()
     bad = breaks_rule(column, values)
     if bad is not None:
-        place = int(bad.argmax())
+        bad_place = int(bad.argmax())
+        place = bad_place if present is None else int(np.flatnonzero(present)[bad_place])
         rule = WEIGHT_RULE if column.role == "weight" else "in 0..1"
         raise MesetaError(
-            f"{where} {first_row + place}: {column.name!r} is {values[place]:g}, and must be {rule}; "
+            f"{where} {first_row + place}: {column.name!r} is {values[bad_place]:g}, and must be {rule}; "
             f"fix the data, or {_WAY_OUT}"
         )
 

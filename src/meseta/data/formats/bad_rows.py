@@ -18,6 +18,10 @@ from meseta.spec import MesetaError
 Result = TypeVar("Result")
 MAX_SHOWN = 5
 """Rows whose place and fault are kept."""
+RARE_SHARE = 0.01
+"""Share of the rows above which leaving out bad ones is no remedy: they are a class of rows, not damage."""
+SAMPLED_ROWS = 1_000
+"""Rows of a block by which the share of bad ones is estimated."""
 MIN_ROWS = 100_000
 """Rows from which on a share is held against its limit while the work goes on; before, only at the end."""
 
@@ -45,17 +49,25 @@ def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows
         return parsed
 
 
-def _halve(
-    block: Block,
-    ends: Sequence[int],
-    first: int,
-    stop: int,
-    work: Callable[[Block], Result],
-    parsed: ParsedRows[Result],
-) -> None:
-    """Add what `work` makes of rows first..stop-1 to `parsed`."""
+def are_rare(block: Block, work: Callable[[Block], object]) -> bool:
+    """Whether at most 1 % of the rows of a block, in a sample of it, raise MesetaError in `work`."""
+    ends = block.source.format.row_ends(block)
+    rows = range(0, len(ends), -(-len(ends) // SAMPLED_ROWS))
+    num_bad = 0
+    for row in rows:
+        try:
+            work(_part(block, ends, row, row + 1))
+        except MesetaError:
+            num_bad += 1
+            if num_bad > RARE_SHARE * len(rows):
+                return False
+    return True
+
+
+def _part(block: Block, ends: Sequence[int], first: int, stop: int) -> Block:
+    """Rows first..stop-1 of a block whose rows end at `ends`."""
     start = ends[first - 1] if first else 0
-    part = replace(
+    return replace(
         block,
         raw=block.raw.slice(start, stop - first)
         if isinstance(block.raw, pa.RecordBatch)
@@ -65,8 +77,19 @@ def _halve(
         first_offset=block.first_offset + (start if isinstance(block.raw, bytes) else 0),
         num_rows=stop - first,
     )
+
+
+def _halve(
+    block: Block,
+    ends: Sequence[int],
+    first: int,
+    stop: int,
+    work: Callable[[Block], Result],
+    parsed: ParsedRows[Result],
+) -> None:
+    """Add what `work` makes of rows first..stop-1 to `parsed`."""
     try:
-        result = work(part)
+        result = work(_part(block, ends, first, stop))
     except MesetaError as error:
         if stop - first > 1:
             middle = (first + stop) // 2
@@ -103,10 +126,10 @@ class BadRowCounter:
         """Raises MesetaError where more rows are bad than the limit allows."""
         num_rows = self._num_good + self._num_bad
         if self._num_bad > (self._limit if isinstance(self._limit, int) else self._limit * num_rows):
+            more = ", or allow more" if self._num_bad <= RARE_SHARE * num_rows else ""
             raise MesetaError(
                 f"prepare: {self._num_bad:,} of {num_rows:,} rows cannot be parsed, more than --max-bad-rows "
-                f"{self._limit} allows; mend the files, say what the columns are, or allow more: "
-                + "; ".join(self._first)
+                f"{self._limit} allows; mend the files, or say what the columns are{more}: " + "; ".join(self._first)
             )
 
     @property

@@ -38,6 +38,7 @@ from meseta.data.formats.tsv import FIELDS_OF_CRITEO
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.guess import MISSING, is_header
+from meseta.data.schema.labels import with_signed_labels
 from meseta.data.schema.schema import check_names
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
@@ -90,12 +91,14 @@ class Csv(TextFormat):
                 "or '|', or by the delimiter of a --schema file"
             )
         if asked.schema:
-            check_names(where, asked.schema.columns, names)
-            layout = text_layout_of(asked.schema)
+            layout = text_layout_of(where, asked.schema, names)
+            check_names(where, layout.columns, names)
+            sample = self._sample(sources, layout.plain_labels)
         else:
             sample = self._sample(sources, names)
             layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header)
-        check_names(where, layout.columns, names)
+            check_names(where, layout.columns, names)
+        layout = with_signed_labels(layout, sample)
         columns = layout.columns
         used = {*columns}
         ignored = tuple(name for name in names if name not in used)
@@ -127,7 +130,7 @@ class Csv(TextFormat):
         first = self.columns(source)
         if set(layout.feature_columns) <= set(first):
             return source
-        rest = tuple(name for name in layout.header if name not in layout.labels)
+        rest = tuple(name for name in layout.header if name not in layout.raw_labels)
         for header in (layout.header, rest):
             if len(header) == len(first):
                 return replace(source, header=header)

@@ -111,7 +111,7 @@ class Parquet(RawFormat):
         """Lists stay lists, with or without weights, and numbers numbers."""
         plain = [column for column in layout.values if not column.cross]
         schema = Schema.model_construct(
-            labels=list(layout.labels),
+            labels=layout.raw_labels,
             weight=layout.weight,
             group=layout.group,
             time=layout.time,

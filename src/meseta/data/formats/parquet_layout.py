@@ -20,6 +20,7 @@ from meseta.data.schema.guess import (
     has_negative,
     other_outcome,
 )
+from meseta.data.schema.labels import raw_label_columns, with_signed_labels
 from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
 from meseta.spec import MesetaError
@@ -49,7 +50,9 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
                 "only; leave such a column out with --ignore, or the file"
             )
     types = layout.reasons
-    return replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
+    layout = replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
+    sample = parquet_sample(sources, layout.plain_labels)
+    return with_signed_labels(layout, {name: _texts(sample.column(name)) for name in layout.plain_labels})
 
 
 def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
@@ -72,15 +75,16 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
     schema = parquet_schema(sources[0])
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
-    check_names(where, labels, schema.names)
-    names = _missing(schema.names, labels)
+    raw_labels = raw_label_columns(where, labels, schema.names)
+    check_names(where, raw_labels, schema.names)
+    names = _missing(schema.names, raw_labels)
     check_names(where, names, schema.names)
     chosen = named.roles(where, names)
     types = dict(zip(schema.names, schema.types, strict=True))
     weights = {
         weight: name for name in names for weight in [_find_weight(types, name)] if weight and weight not in chosen
     }
-    free = [field for field in schema if field.name not in labels]
+    free = [field for field in schema if field.name not in raw_labels]
     scalars = [field.name for field in free if _is_scalar(field.type)]
     sample = parquet_sample(sources, scalars)
     texts = {name: _texts(sample.column(name)) for name in scalars}
@@ -110,7 +114,7 @@ def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) ->
         return guess_time(field.name, "")
     if _is_list(kind):
         item = kind.value_type
-        if _is_text(item) or pa.types.is_integer(item) or is_pair(item):
+        if is_text(item) or pa.types.is_integer(item) or is_pair(item):
             return other_outcome(field.name) or Guess("categorical", "lists of ids")
         return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
     if texts is None:
@@ -144,19 +148,22 @@ def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
     where = f"source {str(source.path)!r}"
     if wanted.multi_valued:
         raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
-    check_names(where, [*wanted.columns, *wanted.weights.values()], schema.names)
+    check_names(where, list(wanted.weights.values()), schema.names)
     return _checked(where, schema, wanted)
 
 
 def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
+    check_names(where, wanted.columns, schema.names)
     sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
-    layout = layout_of(wanted, sparse)
+    layout = layout_of(where, wanted, sparse, schema.names)
+    check_names(where, layout.columns, schema.names)
     crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
-        (layout.numbers, _is_number, "be a number"),
-        ([layout.time], lambda kind: _is_moment(kind) or _is_text(kind) or _is_number(kind), "be a time"),
-        ([layout.group], lambda kind: _is_text(kind) or _is_number(kind), "hold strings or integers"),
-        (crossed, lambda kind: _is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
+        ([name for name in layout.numbers if name not in layout.plain_labels], _is_number, "be a number"),
+        (layout.plain_labels, lambda kind: is_text(kind) or _is_number(kind), "hold numbers or words, to be a label"),
+        ([layout.time], lambda kind: _is_moment(kind) or is_text(kind) or _is_number(kind), "be a time"),
+        ([layout.group], lambda kind: is_text(kind) or _is_number(kind), "hold strings or integers"),
+        (crossed, lambda kind: is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
     ]
     for names, holds, rule in rules:
         for name in names:
@@ -177,7 +184,7 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
         if weight is not None:
             raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
         return SparseColumn(name=name, multi_valued=True, weighted=True)
-    if not (_is_text(item) or pa.types.is_integer(item) or (_is_number(item) and not multi_valued)):
+    if not (is_text(item) or pa.types.is_integer(item) or (_is_number(item) and not multi_valued)):
         raise MesetaError(
             f"{where}: column {name!r} must hold strings, integers or lists of them, or lists of (id, weight), "
             f"but is {kind}"
@@ -209,7 +216,7 @@ def is_pair(kind: pa.DataType) -> bool:
     if not (pa.types.is_struct(kind) and kind.num_fields == 2):
         return False
     value, weight = kind.field(0).type, kind.field(1).type
-    return (_is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
+    return (is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
 
 
 def _is_moment(kind: pa.DataType) -> bool:
@@ -229,12 +236,13 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_scalar(kind: pa.DataType) -> bool:
-    return _is_number(kind) or _is_text(kind)
+    return _is_number(kind) or is_text(kind)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of a type are text or bytes, or a dictionary of these."""
     if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+        return is_text(kind.value_type)
     return any(
         check(kind)
         for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)

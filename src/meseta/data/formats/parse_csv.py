@@ -19,8 +19,9 @@ from pyarrow import csv as arrow_csv
 from meseta.data.formats.csv_records import header_names, read_header, records
 from meseta.data.formats.format import Block
 from meseta.data.formats.table_rows import read_rows
+from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NO, NULLS, YES
 from meseta.errors import one_line
 from meseta.spec import MesetaError
@@ -36,7 +37,7 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
         try:
             table = _read(block, raw, layout, places, labels_are_words=words)
         except pa.ArrowInvalid:
-            if words or not layout.labels:
+            if words or not layout.plain_labels:
                 raise
             table = _read(block, raw, layout, places, labels_are_words=True)  # a label further down may be a word
     except pa.ArrowInvalid as error:
@@ -48,7 +49,7 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
 
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
     """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
-    texts = {*layout.texts, *(layout.labels if labels_are_words else ())}
+    texts = {*layout.texts, *(layout.plain_labels if labels_are_words else ())}
     types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
     # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
     # the cut, and the parser takes a field that is never closed for one that is.
@@ -116,8 +117,8 @@ class _CsvColumns:
             return column
         try:
             texts = column.cast(pa.string())
-            if name in self.layout.labels:
-                texts = _label_numbers(texts)
+            if name in self.layout.plain_labels:
+                texts = label_numbers(texts)
             return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
         except pa.ArrowInvalid as error:
             raise _explain(self.block, self.raw, self.layout, one_line(error)) from None
@@ -183,19 +184,12 @@ def _begins_with_word(block: Block, raw: bytes, layout: RawLayout) -> bool:
     with contextlib.suppress(csv.Error, ValueError):
         fields = header_names(read_header(io.BytesIO(raw).readline), block.source.delimiter)
         if len(fields) == len(block.header):
-            return any(_is_word(fields[block.header.index(name)]) for name in layout.labels)
+            return any(_is_word(fields[block.header.index(name)]) for name in layout.plain_labels)
     return False
 
 
 def _is_word(text: str) -> bool:
     return text.strip().lower() in (*YES, *NO)
-
-
-def _label_numbers(texts: pa.Array) -> pa.Array:
-    """Words as 1 and 0; other texts as they are."""
-    words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
-    numbers = pc.if_else(pc.is_in(words, pa.array(YES)), "1", texts)
-    return pc.if_else(pc.is_in(words, pa.array(NO)), "0", numbers)
 
 
 def _number(text: bytes) -> float:
@@ -229,7 +223,7 @@ def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) 
         return f": {_unequal(block, fields)}"
     for name in layout.numbers:
         text = fields[block.header.index(name)]
-        rule = _rule_broken(text, is_label=name in layout.labels)
+        rule = _rule_broken(text, is_label=name in layout.plain_labels)
         if rule:
             return f", column {name!r}: {text[:40]!r} {rule}"
     return None
@@ -246,6 +240,6 @@ def _rule_broken(text: str, *, is_label: bool) -> str | None:
     number = _number(text.encode())
     if math.isnan(number):
         if is_label:
-            return "is no label: it must be a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
+            return f"is no label: it must be {LABEL_RULE}"
         return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"
     return None

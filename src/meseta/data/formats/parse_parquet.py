@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.formats.format import Block
+from meseta.data.formats.parquet_layout import is_text
 from meseta.data.formats.table_rows import read_rows
+from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.schema.guess import MISSING, NULLS, number_of
 from meseta.spec import MesetaError
 
 
@@ -29,7 +33,10 @@ class _ParquetColumns:
     batch: pa.RecordBatch
 
     def numbers(self, name: str) -> pa.Array:
-        return self.batch.column(name).cast(pa.float64(), safe=False)
+        column = self.batch.column(name)
+        if is_text(column.type):  # the layout allows that for labels alone
+            return _numbers_of_texts(_as_strings(column))
+        return column.cast(pa.float64(), safe=False)
 
     def times(self, name: str) -> pa.Array:
         return self.batch.column(name)
@@ -82,6 +89,19 @@ class _ParquetColumns:
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
         where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
         return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
+
+
+def _numbers_of_texts(texts: pa.Array) -> pa.Array:
+    """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
+    try:
+        texts = label_numbers(texts.cast(pa.string()))
+        return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
+    except pa.ArrowInvalid:
+        if not pa.types.is_string(texts.type):
+            texts = pa.array([value.decode(errors="replace") for value in texts.to_pylist()], pa.string())
+            return _numbers_of_texts(texts)
+        numbers = [math.nan if text in MISSING else number_of(text) for text in label_numbers(texts).to_pylist()]
+        return pa.array([math.inf if number is None else number for number in numbers], pa.float64())
 
 
 def _numbers(column: pa.Array) -> NDArray[np.float64]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
+from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
+from meseta.data.schema.labels import label_values
 from meseta.data.weights import WEIGHT_RULE, is_weight
 from meseta.spec import MesetaError
 
@@ -39,7 +40,7 @@ def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
     """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
     dense = [_dense(columns, layout, name) for name in layout.dense]
     return RawRows(
-        labels=[_label(columns, name) for name in layout.labels],
+        labels=[_label(columns, layout, name) for name in layout.labels],
         dense=[logarithms for logarithms, _ in dense],
         num_not_finite=tuple(number for _, number in dense),
         sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
@@ -50,14 +51,25 @@ def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
     )
 
 
-def _label(columns: RowColumns, name: str) -> NDArray[np.float32]:
-    label = _floats(columns.numbers(name))
-    bad = np.flatnonzero(~is_label(label))
+def _label(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float32]:
+    rule = layout.label_rule(name)
+    values = _floats(columns.numbers(name if rule is None else rule.column))
+    if rule is None:
+        labels, requirement = values, LABEL_RULE
+    else:
+        labels, requirement = label_values(rule, values)
+    is_good = is_label(labels)
+    if len(layout.labels) > 1:
+        is_good |= np.isnan(values)
+    bad = np.flatnonzero(~is_good)
     if bad.size:
         first = int(bad[0])
-        rule = "is no label: it must be a number from 0 to 1" if np.isnan(label[first]) else "is outside 0..1"
-        raise columns.error(first, name, rule)
-    return label.astype(np.float32)
+        problem = f"is no label: it must be {requirement}"
+        if rule is None and np.isfinite(values[first]):
+            condition = f"{name} >= {values[first]:.6g}"
+            problem = f"is outside 0..1; if the column holds ratings, name a condition such as --label {condition!r}"
+        raise columns.error(first, name if rule is None else rule.column, problem)
+    return labels.astype(np.float32)
 
 
 def _floats(numbers: pa.Array) -> NDArray[np.float64]:

@@ -7,13 +7,17 @@ from dataclasses import replace
 
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.guess import guess_column, guess_label, guess_label_by_values, has_negative
+from meseta.data.schema.labels import raw_label_columns
 from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
 from meseta.spec import MesetaError
 
 
-def text_layout_of(schema: Schema) -> RawLayout:
-    """As a schema says. Raises MesetaError for weights of values that are not several in one field."""
+def text_layout_of(where: str, schema: Schema, names: Sequence[str]) -> RawLayout:
+    """Return the layout of text with the columns `names` that a schema describes.
+
+    Raises MesetaError for weights of a column that is not multi-valued, and as `layout_of` does.
+    """
     for name in schema.weights:
         if name not in schema.multi_valued:
             raise MesetaError(
@@ -30,7 +34,7 @@ def text_layout_of(schema: Schema) -> RawLayout:
         )
         for name in schema.categorical
     )
-    return layout_of(schema, plain)
+    return layout_of(where, schema, plain, names)
 
 
 def guessed_text_layout(
@@ -42,16 +46,19 @@ def guessed_text_layout(
     if not any(columns.values()):
         raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
     labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=has_names)
-    check_names(where, labels, names)
-    chosen = named.roles(where, [name for name in names if name not in labels])
+    raw_labels = raw_label_columns(where, labels, names)
+    check_names(where, raw_labels, names)
+    chosen = named.roles(where, [name for name in names if name not in raw_labels])
     guesses = {
-        name: chosen.get(name) or guess_column(name, values) for name, values in columns.items() if name not in labels
+        name: chosen.get(name) or guess_column(name, values)
+        for name, values in columns.items()
+        if name not in raw_labels
     }
     schema = schema_of(labels, guesses, [name for name in guesses if has_negative(columns[name])])
     reasons = reasons_of(guesses)
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
-    return replace(text_layout_of(schema), reasons=reasons)
+    return replace(text_layout_of(where, schema, names), reasons=reasons)
 
 
 def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.hash_categories import hash_categories
-from meseta.data.schema.guess import MISSING
+from meseta.data.schema.guess import MISSING, NO, YES
 
 CROSS = "\x1f"
 """Stands between the values of a cross: the unit separator of ASCII, which no click log uses."""
@@ -29,6 +29,13 @@ def seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
         large = size >= least
         result[large] = numbers[large] / per_second
     return result
+
+
+def label_numbers(texts: pa.Array) -> pa.Array:
+    """Return texts [n] in which each word that means a label of 1 or 0, such as true or no, is that digit."""
+    words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
+    numbers = pc.if_else(pc.is_in(words, pa.array(YES)), "1", texts)
+    return pc.if_else(pc.is_in(words, pa.array(NO)), "0", numbers)
 
 
 def seconds_of_texts(texts: pa.Array) -> NDArray[np.float64]:

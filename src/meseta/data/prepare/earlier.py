@@ -41,6 +41,7 @@ def layout_of_dataset(dataset: Dataset) -> RawLayout:
             )
     layout = RawLayout(
         labels=_labels(where, dataset),
+        label_rules=form.label_rules if form else (),
         dense=tuple(column.name for column in dataset.dense),
         signed=tuple(column.name for column in dataset.dense if column.signed),
         sparse=tuple(_sparse_column(where, feature, form) for feature in dataset.sparse),
@@ -106,8 +107,11 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
     )
 
 
-def encoders_of(dataset: Dataset, layout: RawLayout, splitter: Splitter) -> tuple[Encoder, Finisher]:
+def encoders_of(
+    dataset: Dataset, layout: RawLayout, splitter: Splitter, *, keep_unlabelled: bool = False
+) -> tuple[Encoder, Finisher]:
     """What makes of raw rows what they became, or would have become, in `dataset`; both hold no state that changes.
+    `keep_unlabelled` is as of `Encoder`.
 
     Raises MesetaError for a vocabulary that is missing or damaged.
     """
@@ -122,7 +126,8 @@ def encoders_of(dataset: Dataset, layout: RawLayout, splitter: Splitter) -> tupl
         np.array([column.std for column in dataset.dense]),
         {f.name: load_vocabulary(dataset.dir, f, seeds[f.name]) for f in dataset.sparse if f.encoding == "vocabulary"},
     )
-    return Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed), finisher
+    encoder = Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed, keep_unlabelled=keep_unlabelled)
+    return encoder, finisher
 
 
 def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:
@@ -141,7 +146,7 @@ def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source,
     raw_format = sources[0].format
     sources = tuple(raw_format.with_names_of(source, layout) for source in sources)
     names = [raw_format.columns_for(source, layout) for source in sources]
-    labels = [name for name in layout.labels if any(name in present for present in names)]
+    labels = [name for name in layout.raw_labels if any(name in present for present in names)]
     empty = raw_format.empty_columns(sources, labels) if labels else set()
     names = [[name for name in present if name not in empty] for present in names]
     layout = _with_samples(sources, names, layout)
@@ -166,12 +171,12 @@ def _check_format(dataset: Dataset, layout: RawLayout, source: Source) -> None:
 def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: RawLayout) -> RawLayout:
     """The layout without the labels, if no file has any, and without what goes with them."""
     lacking = {
-        name: source.path for source, present in zip(sources, names, strict=True) for name in layout.labels
+        name: source.path for source, present in zip(sources, names, strict=True) for name in layout.raw_labels
         if name not in present
     }  # fmt: skip
     if not lacking:
         return layout if layout.time in _common(names) else replace(layout, time=None)
-    if any(name in present for present in names for name in layout.labels):
+    if any(name in present for present in names for name in layout.raw_labels):
         name, path = next(iter(lacking.items()))
         raise MesetaError(
             f"source {path!r} has no column {name!r}, and other labels are there; give all labels, or none of them to "
@@ -179,7 +184,7 @@ def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], lay
         )
     common = _common(names)
     group, time = (name if name in common else None for name in (layout.group, layout.time))
-    return replace(layout, labels=(), weight=None, group=group, time=time)
+    return replace(layout, labels=(), label_rules=(), weight=None, group=group, time=time)
 
 
 def _common(names: Sequence[Sequence[str]]) -> set[str | None]:

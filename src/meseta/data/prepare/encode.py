@@ -15,7 +15,7 @@ from meseta.data.dataset.vocabulary import count_values
 from meseta.data.formats.format import Block
 from meseta.data.hash_categories import hash_categories, hash_to_rows
 from meseta.data.layout import RawLayout
-from meseta.data.prepare.splitting import TRAIN, Splitter
+from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.spec import MesetaError
 
@@ -33,23 +33,32 @@ class EncodedBlock:
     """Values in the training rows of each feature that gets a vocabulary, and their counts."""
     num_not_finite: tuple[int, ...]
     """As `RawRows.num_not_finite`."""
+    num_unlabelled: int
+    """Rows that were left out because they have none of several labels."""
     block: Block
     split: NDArray[np.int8]
-    """Place in SPLITS of the split that each row goes to [num_rows]."""
+    """Place in SPLITS of the split that each row goes to [num_rows]; NO_SPLIT if it was left out."""
 
 
 class Encoder:
     """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
 
     def __init__(
-        self, layout: RawLayout, splitter: Splitter, *, hash_seeds: Mapping[str, int], hash_rows: Mapping[str, int]
+        self,
+        layout: RawLayout,
+        splitter: Splitter,
+        *,
+        hash_seeds: Mapping[str, int],
+        hash_rows: Mapping[str, int],
+        keep_unlabelled: bool = False,
     ) -> None:
         """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
-        others have vocabularies."""
+        others have vocabularies. `keep_unlabelled` keeps rows that have none of several labels, for prediction."""
         self.layout = layout
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
         self.splitter = splitter
+        self._drops_unlabelled = len(layout.labels) > 1 and not keep_unlabelled
 
     @property
     def known_rows(self) -> dict[str, int]:
@@ -60,7 +69,7 @@ class Encoder:
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
         rows = block.source.format.parse(block, self.layout)
-        split = self.splitter.split_of(block, first_global_row, rows)
+        split = self._split_of(block, first_global_row, rows)
         batch = self._record_batch(rows)
         splits = {}
         for place, name in enumerate(SPLITS):
@@ -77,7 +86,12 @@ class Encoder:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
         return EncodedBlock(
-            splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block, split=split
+            splits=splits,
+            counted=counted,
+            num_not_finite=rows.num_not_finite,
+            num_unlabelled=int(np.count_nonzero(split == NO_SPLIT)),
+            block=block,
+            split=split,
         )
 
     def encode_split(self, block: Block, first_global_row: int, split: str, *, picks: bool) -> pa.RecordBatch:
@@ -90,15 +104,22 @@ class Encoder:
             if 0 < mask.sum() < PICKED_SHARE * mask.size:
                 raw_format = block.source.format
                 with suppress(MesetaError):  # which would not tell the row
-                    return self._record_batch(raw_format.parse(raw_format.picked(block, mask), self.layout))
+                    rows = raw_format.parse(raw_format.picked(block, mask), self.layout)
+                    batch = self._record_batch(rows)
+                    return batch.filter(pa.array(~rows.is_unlabelled)) if self._drops_unlabelled else batch
         rows = block.source.format.parse(block, self.layout)
-        mask = self.splitter.split_of(block, first_global_row, rows) == place
+        mask = self._split_of(block, first_global_row, rows) == place
         batch = self._record_batch(rows)
         return batch if mask.all() else batch.filter(pa.array(mask))
 
+    def _split_of(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
+        split = self.splitter.split_of(block, first_global_row, rows)
+        return np.where(rows.is_unlabelled, np.int8(NO_SPLIT), split) if self._drops_unlabelled else split
+
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
-        samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]
-        columns = dict(zip(self.layout.sample_columns, map(pa.array, samples), strict=True))
+        labels = [pa.array(label, from_pandas=True) for label in rows.labels]  # NaN, a missing one, becomes null
+        others = [pa.array(part) for part in (rows.weight, rows.group, rows.time) if part is not None]
+        columns = dict(zip(self.layout.sample_columns, [*labels, *others], strict=True))
         for name, values in zip(self.layout.dense, rows.dense, strict=True):
             columns[name] = pa.array(values)
         for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):

@@ -13,7 +13,7 @@ from meseta.data.dataset.dataset import Dataset, SourceFile, Split
 from meseta.data.dataset.features import Tables, describe_dense, describe_sparse, source_form
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.vocabulary import VocabularyCounter
-from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
@@ -85,6 +85,7 @@ class FirstPass:
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
         self.bad_rows = BadRowCounter(options.max_bad_rows)
         self.not_finite: Counter[str] = Counter()
+        self.num_unlabelled = 0
         budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
         self.counters = {
             column.name: VocabularyCounter(column.name, staging.scratch, budget)
@@ -157,6 +158,7 @@ class FirstPass:
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
             not_finite=dict(+self.not_finite),
+            num_unlabelled=self.num_unlabelled,
             bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
             source_form=source_form(layout, self.sources[0].format),
             touched=touched,
@@ -172,6 +174,7 @@ class FirstPass:
             for name, counted in encoded.counted.items():
                 self.counters[name].add(counted)
             self.not_finite.update(dict(zip(self.layout.dense, encoded.num_not_finite, strict=False)))
+            self.num_unlabelled += encoded.num_unlabelled
         if self.observer is not None:
             self.observer.add(source, block, parts)
 
@@ -200,11 +203,17 @@ class FirstPass:
 
     def _encode(self, block: Block, first_global_row: int) -> ParsedRows[EncodedBlock]:
         rows_before = first_global_row - block.first_row
+
+        def encode(part: Block) -> EncodedBlock:
+            return self.encoder.encode(part, rows_before + part.first_row)
+
         if self.options.bad_rows == "skip":
-            return parse_good_rows(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
+            return parse_good_rows(block, encode)
         try:
-            return ParsedRows([self.encoder.encode(block, first_global_row)], block.num_rows)
+            return ParsedRows([encode(block)], block.num_rows)
         except MesetaError as error:
+            if not are_rare(block, encode):
+                raise
             raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
 
     def _resume(self) -> ReadSoFar:
@@ -219,6 +228,7 @@ class FirstPass:
         self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
         self.bad_rows.set_state(state["bad_rows"])
         self.not_finite.update(state["not_finite"])
+        self.num_unlabelled = state["num_unlabelled"]
         if self.observer is not None:
             self.observer.set_state(state["observer"])
         return ReadSoFar(state["source"], state["num_rows"], FilePosition(**state["place"]), state["position_bytes"])
@@ -231,6 +241,7 @@ class FirstPass:
             "rows_of_source": list(self.rows_of_source.values()),
             "bad_rows": self.bad_rows.get_state(),
             "not_finite": dict(self.not_finite),
+            "num_unlabelled": self.num_unlabelled,
             "observer": None if self.observer is None else self.observer.get_state(),
         }
         self.staging.commit({**self.staging.state, "read": state})

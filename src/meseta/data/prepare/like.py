@@ -19,6 +19,7 @@ from meseta.data.prepare.keep import keep_tables
 from meseta.data.prepare.new_rows import NewRows, Progress, Unseen
 from meseta.data.prepare.record import files_of
 from meseta.data.prepare.sources import find_teacher
+from meseta.data.prepare.spool import known_of
 from meseta.data.prepare.staging import staged_folder
 from meseta.data.prepare.write import PART_WINDOWS, ROW_GROUP_ROWS, part_writer
 from meseta.data.row_queue import RowQueue
@@ -64,18 +65,30 @@ def prepare_like(options: LikeOptions, progress: Progress | None = None) -> tupl
     with staged_folder(options.out, record, force=options.force) as staging:
         if not staging.is_complete:
             (staging.folder / SPLIT).mkdir()
-            writer = _GrowingFiles(staging.folder, rows.dataset.label_columns)
+            labels = rows.dataset.label_columns
+            writer = _GrowingFiles(staging.folder, labels)
+            num_unlabelled = 0
             try:
                 with closing(rows.read(progress, options.num_threads)) as parts:
                     for part in parts:
-                        writer.add(part.batch)
+                        labelled = _labelled(part.batch, labels)
+                        num_unlabelled += part.batch.num_rows - labelled.num_rows
+                        writer.add(labelled)
                 split = writer.finish()
             finally:
                 writer.close()
             described = keep_tables(rows.dataset, staging.folder)
             teacher = find_teacher(rows.sources) if described.has_labels else None
-            described.model_copy(update={"splits": {SPLIT: split}, "teacher": teacher}).save(staging.folder)
+            found = {"splits": {SPLIT: split}, "teacher": teacher, "num_unlabelled": num_unlabelled}
+            described.model_copy(update=found).save(staging.folder)
     return Dataset.load(options.out), rows.unseen
+
+
+def _labelled(batch: pa.RecordBatch, labels: Sequence[str]) -> pa.RecordBatch:
+    """The rows that have one of the labels; all if there are no labels."""
+    if not any(batch[name].null_count for name in labels):
+        return batch
+    return batch.filter(pa.array(np.any([batch[name].is_valid() for name in labels], axis=0)))
 
 
 class _GrowingFiles:
@@ -84,7 +97,7 @@ class _GrowingFiles:
     def __init__(self, out: Path, labels: Sequence[str]) -> None:
         """`out`: folder of the dataset; `labels`: columns of the labels that its rows have."""
         self._out = out
-        self._positives = dict.fromkeys(labels, 0.0)
+        self._positives, self._known = dict.fromkeys(labels, 0.0), dict.fromkeys(labels, 0)
         self._waiting = RowQueue()
         self._writer: pq.ParquetWriter | None = None
         self._files: list[DataFile] = []
@@ -105,6 +118,7 @@ class _GrowingFiles:
             num_rows=num_rows,
             num_positives=next(iter(self._positives.values()), 0.0),
             positives=self._positives if len(self._positives) > 1 else {},
+            known=known_of(self._known, num_rows),
             files=tuple(self._files),
         )
 
@@ -123,7 +137,9 @@ class _GrowingFiles:
             self._files.append(DataFile(path=path, num_rows=0))
         self._writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
         for label in self._positives:
-            self._positives[label] += float(group[label].to_numpy().sum(dtype=np.float64))
+            values = group[label].drop_null().to_numpy()
+            self._positives[label] += float(values.sum(dtype=np.float64))
+            self._known[label] += values.size
         rows_of_part = self._files[-1].num_rows + num_rows
         self._files[-1] = self._files[-1].model_copy(update={"num_rows": rows_of_part})
         if rows_of_part == PART_WINDOWS * WINDOW_SAMPLES:

@@ -84,7 +84,8 @@ class NewRows:
         """
         self.sources, self.layout = find_alike(earlier, patterns)
         self._keys = RawColumns(self.sources, keys) if keys else None
-        self._encoder, self._finisher = encoders_of(earlier, self.layout, Splitter(seed=earlier.seed))
+        splitter = Splitter(seed=earlier.seed)
+        self._encoder, self._finisher = encoders_of(earlier, self.layout, splitter, keep_unlabelled=True)
         hashed = self._encoder.hash_rows
         self._touched = read_touched(earlier)
         looked_up = [column.name for column in self.layout.values]
@@ -98,7 +99,8 @@ class NewRows:
 
     @property
     def dataset(self) -> Dataset:
-        """The description of these rows, as far as they are read, without the files of a split."""
+        """The description of these rows, as far as they are read, without the files of a split. If there are several
+        labels, a row may lack any of them, or all."""
         has_labels, layout = bool(self.layout.labels), self.layout
         form = self._earlier.source_form
         labels = self._earlier.labels if form is None else ("label",) if len(form.labels) == 1 else form.labels
@@ -106,6 +108,7 @@ class NewRows:
             update={
                 "labels": labels,
                 "has_labels": has_labels,
+                "may_lack_labels": len(labels) > 1,
                 "weight": layout.weight,
                 "group": layout.group_column,
                 "time": layout.time,

@@ -17,6 +17,8 @@ from meseta.spec import MesetaError
 SplitBy = Literal["time", "group"]
 TRAIN, VALID, TEST = range(len(SPLITS))
 """Places in SPLITS."""
+NO_SPLIT = -1
+"""Stands for the split of a row that is left out."""
 _GROUPS = 1
 """Key of the words drawn for groups, so that they do not repeat those of rows."""
 

@@ -15,6 +15,11 @@ from meseta.data.dataset.statistics import WINDOW_SAMPLES, Moments
 from meseta.data.row_queue import RowQueue
 
 
+def known_of(known: Mapping[str, int], num_rows: int) -> dict[str, int]:
+    """Return the samples that have each label, for a description; empty if all of them have all."""
+    return dict(known) if any(number < num_rows for number in known.values()) else {}
+
+
 class SplitTally:
     """Takes record batches of any size, in order, and adds up windows of exactly 65,536 rows (the last may be shorter).
 
@@ -31,6 +36,8 @@ class SplitTally:
         self.num_rows = 0
         self.positives = dict.fromkeys(labels, 0.0)
         """Sum of each label."""
+        self.known = dict.fromkeys(labels, 0)
+        """Samples that have each label."""
         self.moments = Moments(len(dense))
 
     @property
@@ -43,6 +50,7 @@ class SplitTally:
             num_rows=self.num_rows,
             num_positives=next(iter(self.positives.values())),
             positives=self.positives if len(self.positives) > 1 else {},
+            known=known_of(self.known, self.num_rows),
             files=tuple(files),
         )
 
@@ -74,12 +82,14 @@ class SplitTally:
             "pending": pending,
             "num_rows": self.num_rows,
             "positives": self.positives,
+            "known": self.known,
             "moments": self.moments.get_state(),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave."""
         self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
+        self.known = dict(state["known"])
         self.moments.set_state(state["moments"])
         if state["pending"]:
             path = self._path.with_name(state["pending"])
@@ -92,7 +102,9 @@ class SplitTally:
         self._keep(window)
         self.num_rows += num_rows
         for label in self._labels:
-            self.positives[label] += float(window.column(label).to_numpy().sum(dtype=np.float64))
+            values = window.column(label).drop_null().to_numpy()
+            self.positives[label] += float(values.sum(dtype=np.float64))
+            self.known[label] += values.size
         self.moments.add([window.column(name).to_numpy() for name in self._dense])
 
     def _keep(self, window: pa.RecordBatch) -> None:

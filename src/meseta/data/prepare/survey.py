@@ -21,7 +21,7 @@ from meseta.data.formats.bad_rows import parse_good_rows
 from meseta.data.formats.format import Block, OnRows, Source, read_blocks
 from meseta.data.layout import RawLayout
 from meseta.data.order_statistics import count_numbers, order_statistics
-from meseta.data.prepare.splitting import TRAIN, Splitter
+from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
 from meseta.data.raw_rows import RawRows
 from meseta.data.workers import in_order
 from meseta.spec import MesetaError
@@ -109,8 +109,10 @@ class Surveyor:
 
     def _reduced(self, columns: Sequence[str]) -> RawLayout:
         """The layout of the columns that this pass reads."""
+        several = self.layout.labels if len(self.layout.labels) > 1 else ()
         return RawLayout(
-            labels=(),
+            labels=several,  # rows without any are left out
+            label_rules=self.layout.label_rules if several else (),
             dense=(),
             sparse=(),
             group=self.layout.group if self.splitter.by == "group" else None,
@@ -134,7 +136,8 @@ class Surveyor:
                         numbers[split != TRAIN] = np.nan
                         numbers.tofile(file)
                     if rows.time is not None:  # those of files that go to one split as a whole do not count
-                        time = rows.time if block.source.split == "both" else np.full_like(rows.time, np.nan)
+                        counts = split != NO_SPLIT if block.source.split == "both" else np.False_
+                        time = np.where(counts, rows.time, np.nan)
                         time.tofile(times)
                 num_rows += block.num_rows
                 done_bytes[block.source] = block.position_bytes
@@ -145,7 +148,10 @@ class Surveyor:
 
         def parse(block: Block, first_row: int) -> _Parsed:
             rows = block.source.format.parse(block, layout)
-            return rows, self.splitter.split_of(block, first_row, rows)
+            split = self.splitter.split_of(block, first_row, rows)
+            if rows.labels:
+                split = np.where(rows.is_unlabelled, np.int8(NO_SPLIT), split)
+            return rows, split
 
         def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
             def parse_part(part: Block) -> _Parsed:

@@ -47,7 +47,7 @@ class Rows:
     """n decoded samples."""
 
     label: NDArray[np.float32]
-    """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none."""
+    """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none, or the sample lacks it."""
     dense: NDArray[np.float32]
     """[n, num_dense]."""
     single: NDArray[Any]

@@ -34,10 +34,15 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
             weights=None if weights is None else torch.from_numpy(weights),
             batch_sizes=(len(rows.label),) * len(keys),
         )
+    label, known = rows.label, None
+    if dataset.masked_labels:
+        known = ~np.isnan(label)
+        label = np.where(known, label, np.float32(0))
     return Batch(
         dense=_own(rows.dense),
         sparse=sparse,
-        label=_own(rows.label),
+        label=_own(label),
+        label_mask=None if known is None else torch.from_numpy(known),
         weight=None if rows.weight is None else _own(rows.weight),
         group=None if rows.group is None else _own(rows.group),
     )
@@ -58,11 +63,17 @@ def pad(batch: Batch, batch_size: int) -> Batch:
             weights=sparse.weights,
             batch_sizes=(batch_size,) * num_keys,
         ),
-        label=functional.pad(batch.label, (*(0, 0) * (batch.label.dim() - 1), 0, more)),
+        label=_padded(batch.label, more),
+        label_mask=None if batch.label_mask is None else _padded(batch.label_mask, more),
         weight=functional.pad(weight, (0, more)),
         group=None if batch.group is None else functional.pad(batch.group, (0, more)),
         num_padding=more,
     )
+
+
+def _padded(labels: Tensor, more: int) -> Tensor:
+    """Labels [B] or [B, T], or their mask, with `more` samples of zeros."""
+    return functional.pad(labels, (*(0, 0) * (labels.dim() - 1), 0, more))
 
 
 def _interleave(

@@ -54,6 +54,13 @@ def check_features(where: str, layout: RawLayout) -> None:
             f"{where} has no feature beside the label {labels}{why}; name some with --dense and --sparse, or in a "
             "--schema file"
         )
+    others = (layout.weight, layout.time, *layout.feature_columns)
+    for rule in layout.label_rules:
+        if rule.column in others:
+            raise MesetaError(
+                f"{where}: column {rule.column!r} makes label {rule.name!r}, and has another role as well, which would "
+                "give the answer away; take it from the features, the weight and the time"
+            )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
     written = [*layout.sample_columns, *layout.features, *weights]
     twice = {*doubled(written), *set(layout.labels).intersection(layout.features)}

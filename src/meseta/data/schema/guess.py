@@ -105,7 +105,7 @@ def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
     """
     if not rows and guess_label(first) is not None:
         return True
-    numbers = [_number(field) for field in first]
+    numbers = [number_of(field) for field in first]
     if not any(number is not None for number in numbers):
         return True
     if numbers in ([*range(len(first))], [*range(1, len(first) + 1)]):
@@ -120,13 +120,13 @@ def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
 def guess_label_by_values(columns: Mapping[str, Sequence[str]]) -> str | None:
     """Of columns without names of their own, one that holds 0 and 1 alone: the first, else the last, else the only."""
     names = list(columns)
-    binary = [name for name in names if columns[name] and {_number(text) for text in columns[name]} <= {0.0, 1.0}]
+    binary = [name for name in names if columns[name] and {number_of(text) for text in columns[name]} <= {0.0, 1.0}]
     return next((name for name in (names[0], names[-1]) if name in binary), binary[0] if len(binary) == 1 else None)
 
 
 def has_negative(values: Sequence[str]) -> bool:
     """Whether a number below 0 is among them."""
-    return any(value.startswith("-") and (number := _number(value)) is not None and number < 0 for value in values)
+    return any(value.startswith("-") and (number := number_of(value)) is not None and number < 0 for value in values)
 
 
 def role_by_name(name: str) -> Literal["categorical", "dense"] | None:
@@ -200,7 +200,7 @@ def guess_column(name: str, values: Sequence[str]) -> Guess:
         return guess_time(name, f", as {present[0]!r}")
     if name.lower() in GROUPS:
         return Guess("group", f"the name of a group: {_shown(present)}")
-    numbers = {text: number for text in distinct if (number := _number(text)) is not None}
+    numbers = {text: number for text in distinct if (number := number_of(text)) is not None}
     column = _Sampled(name, values, present, {text: n for text, n in numbers.items() if math.isfinite(n)})
     if len(numbers) == len(distinct):
         return _guess_numbers(column)
@@ -309,11 +309,11 @@ def _shown(values: Sequence[str]) -> str:
 def _all_numbers(values: Sequence[str]) -> bool:
     """Whether there are numbers, and nothing else but missing values."""
     present = [value for value in values if value not in MISSING]
-    return bool(present) and all(_number(value) is not None for value in present)
+    return bool(present) and all(number_of(value) is not None for value in present)
 
 
-def _number(value: str) -> float | None:
-    """What a text says, infinite where it is too large; None where it is no number."""
+def number_of(value: str) -> float | None:
+    """Return the number that `value` spells, infinite if it is too large; None if it spells no number."""
     try:
         return None if "_" in value else float(value)
     except ValueError:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meseta.data.schema.guess import Guess, Role, only_one_each
+from meseta.data.schema.labels import is_condition
 from meseta.data.schema.schema import Schema
 from meseta.spec import MesetaError, nearest
 
@@ -26,9 +27,18 @@ class NamedColumns:
         return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
-        """The labels among the columns `names`. Raises MesetaError, naming `where`, for one that is not there."""
+        """Return the labels: columns among `names`, and conditions on them for `resolve_labels`.
+
+        Raises MesetaError, naming `where`, for a column that is not there.
+        """
         known = {*names}
-        chosen = [name for entry in self.label for name in _matches(where, entry, names, known)]
+        chosen = [
+            name
+            for entry in self.label
+            for name in (
+                [entry] if entry not in known and is_condition(entry) else _matches(where, entry, names, known)
+            )
+        ]
         return tuple(dict.fromkeys(chosen))
 
     def roles(self, where: str, names: Sequence[str]) -> dict[str, Guess]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.data.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.schema.labels import resolve_labels
 from meseta.errors import doubled
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
@@ -26,9 +27,9 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     label: str | None = None
-    """Column of the label, 0 to 1."""
+    """Column of the label, 0 to 1, or a condition on a column, such as 'rating >= 4'."""
     labels: list[str] = []
-    """Columns of several labels, instead of `label`."""
+    """Columns of several labels, instead of `label`, or conditions; one with a name is such as 'liked=rating >= 4'."""
     weight: str | None = None
     """Column of the weights of the samples: 0, or 1e-9 to 1e9."""
     group: str | None = None
@@ -63,11 +64,11 @@ class Schema(BaseModel):
 
     @property
     def columns(self) -> list[str]:
-        """Every raw column that is named, but for those of weights."""
+        """Every raw column that is named, except for labels and weights of ids."""
         crossed = [name for names in self.crosses.values() for name in names]
         samples = [name for name in (self.weight, self.group, self.time) if name is not None]
         features = [*self.dense, *self.categorical, *self.buckets, *crossed]
-        return list(dict.fromkeys([*self.label_names, *samples, *features, *self.ignore]))
+        return list(dict.fromkeys([*samples, *features, *self.ignore]))
 
     @staticmethod
     def load(path: str | Path) -> Schema:
@@ -184,15 +185,22 @@ def _problem_of_crosses(schema: Schema) -> str | None:
     return None
 
 
-def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> RawLayout:
-    """What a schema says, with the `plain` features that its categorical columns make."""
+def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
+    """Return the layout of files with the columns `names` that a schema describes.
+
+    `plain` are the features that its categorical columns make. Raises MesetaError, beginning with `where`, for a column
+    that is not among `names` or is there twice, and as `resolve_labels` does.
+    """
+    check_names(where, schema.columns, names)
+    labels, rules = resolve_labels(where, schema.label_names, names)
     dense, signed = {*schema.dense}, {*schema.signed}
     named = (
         replace(column, name=f"{column.name}.category", column=column.name) if column.name in dense else column
         for column in plain
     )
     return RawLayout(
-        labels=schema.label_names,
+        labels=labels,
+        label_rules=rules,
         dense=tuple(schema.dense),
         signed=tuple(name for name in schema.dense if name in signed),
         sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
@@ -205,10 +213,13 @@ def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> RawLayout:
 def schema_text(layout: RawLayout) -> str:
     """The schema file that says what `layout` says, with the reasons as comments."""
     reasons = layout.reasons
-    if len(layout.labels) == 1:
-        lines = [_line(f"label: {_scalar(layout.labels[0])}", reasons.get(layout.labels[0]))]
+    entries = {
+        name: _scalar(name if (rule := layout.label_rule(name)) is None else rule.entry) for name in layout.labels
+    }
+    if len(entries) == 1:
+        lines = [_line(f"label: {entry}", reasons.get(name)) for name, entry in entries.items()]
     else:
-        lines = ["labels:", *(_line(f"  - {_scalar(name)}", reasons.get(name)) for name in layout.labels)]
+        lines = ["labels:", *(_line(f"  - {entry}", reasons.get(name)) for name, entry in entries.items())]
     for key in ("weight", "group", "time"):
         name = getattr(layout, key)
         lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]

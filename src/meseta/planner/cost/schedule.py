@@ -103,12 +103,14 @@ class _ProgramWriter:
     def step(self) -> None:
         """`Pipeline._train`."""
         if "ids" not in self.hidden:
+            self.begin("label weights")
             for part in range(self.num_parts):
                 self.begin("counts", part, self.share)
         for part in range(self.num_parts):
             if part == 0 or "answers" not in self.hidden:
                 self.look_up(part)
             if part == 0 and "ids" in self.hidden:
+                self.begin("label weights")
                 self.begin("counts")
             if "answers" in self.hidden and self.by_twins:
                 self.hand_on(part)
@@ -171,6 +173,8 @@ class _ProgramWriter:
             self.look_up(part + 1)
         if "answers" not in self.hidden:
             self.compute("before", self.share)
+        if part == 0:
+            self.wait("label weights")
         self.compute("score", self.share)
         self.compute("parameters", self.share / 2)
         self.at_once(NORMS[0], part, self.share)

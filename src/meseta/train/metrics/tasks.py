@@ -28,8 +28,18 @@ class TaskWindows(Generic[Window]):
     def __getitem__(self, task: str) -> Window:
         return self._windows[task]
 
-    def add(self, logits: ArrayLike, labels: ArrayLike, *columns: ArrayLike | None) -> None:
+    def add(
+        self,
+        logits: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+        *columns: ArrayLike | None,
+        known: ArrayLike | None = None,
+    ) -> None:
         """Add a batch of logits and labels, [B] for one task or [B, T] for T, and the window's other columns [B].
+
+        A sample counts for a task if its label is `known`, of the shape of `labels`; None: all are known. It then has
+        weight 0, so that the samples of all tasks are the same.
 
         Raises MesetaError where the shapes differ from each other or from the number of tasks.
         """
@@ -44,7 +54,12 @@ class TaskWindows(Generic[Window]):
                 )
         for place, task in enumerate(self.tasks):
             own = (scores, truth) if num_tasks == 1 else (scores[:, place], truth[:, place])
-            self._windows[task].add(*own, *columns)
+            own_weights = weights
+            if known is not None:
+                is_known = np.asarray(known).reshape(len(scores), -1)[:, place]
+                given = np.ones(len(scores), np.float32) if weights is None else np.asarray(weights)
+                own_weights = np.where(is_known, given, given.dtype.type(0))
+            self._windows[task].add(*own, own_weights, *columns)
 
     def reset(self) -> None:
         """Forget all samples."""

@@ -33,7 +33,7 @@ def make_workload(
         batch_size=config.train.batch_size,
         loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
         dense=DenseLoad() if outline is None else dense_load(config, outline, len(dataset.dense)),
-        dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline, len(dataset.labels)),
+        dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline, dataset),
         comm=config.comm.communication,
     )
 
@@ -68,7 +68,7 @@ def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLo
     )
 
 
-def dense_exchange(config: RunConfig, model: nn.Module, num_labels: int) -> DenseExchange:
+def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> DenseExchange:
     """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
     from meseta.comm.dense_shards import cut_modules
     from meseta.models.base import GLOBAL, term_names
@@ -89,6 +89,8 @@ def dense_exchange(config: RunConfig, model: nn.Module, num_labels: int) -> Dens
         cut_shapes=shapes,
         num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
         num_flags=NUM_FLAGS + len(term_names(model)) + len(of_all),
-        logit_bytes=(2 * num_labels + 2) * number_bytes if of_all else 0,  # logits, labels, a weight and a mark
+        # Logits, labels, a weight, or one for each task, and a mark.
+        logit_bytes=(2 * len(dataset.labels) + max(dataset.num_masked_tasks, 1) + 1) * number_bytes if of_all else 0,
+        num_masked_tasks=dataset.num_masked_tasks,
         num_parts=config.train.accumulate_steps,
     )

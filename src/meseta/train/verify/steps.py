@@ -89,7 +89,8 @@ def run_steps(
     if phase == "training":
         weights = task_weights(config, dataset)
         length = config.train.epochs * readers[0].num_batches
-        step = _training(config, model, world, weights, min(length, config.train.max_steps or length))
+        masked = dataset.num_masked_tasks
+        step = _training(config, model, world, weights, masked, min(length, config.train.max_steps or length))
     else:
         step = _given_gradients(config, model, world, num_ranks)
     with closing(readers[0].epochs(num_steps)) as own, closing(readers[1].epochs(num_steps)) as whole:
@@ -114,7 +115,7 @@ def run_steps(
 
 
 def _training(
-    config: RunConfig, model: Any, world: World, weights: list[float] | None, num_steps: int
+    config: RunConfig, model: Any, world: World, weights: list[float] | None, num_masked_tasks: int, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
     """A step as `meseta train` takes it."""
     over_parts = sum_over_parts(model.parameters(), world)
@@ -122,6 +123,7 @@ def _training(
     clip = make_clip(config, world, over_parts)
     parts = config.train.accumulate_steps
     train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
+    train_step.num_masked_tasks = num_masked_tasks
 
     def step(number: int, local: Batch, whole: Batch) -> tuple[float, None]:
         lr_factor = set_learning_rates(config, optimizer, number - 1, num_steps)

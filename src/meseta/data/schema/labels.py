@@ -1,0 +1,101 @@
+"""Labels that are made from other values: conditions such as 'rating >= 4', and columns of -1 and 1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.data.dataset.dataset import LabelRule
+from meseta.data.layout import RawLayout
+from meseta.data.schema.guess import MISSING, number_of
+from meseta.errors import doubled
+from meseta.spec import MesetaError
+
+COMPARISONS: Mapping[str, Callable[[NDArray[np.float64], float], NDArray[np.bool_]]] = {
+    ">=": np.greater_equal,
+    "<=": np.less_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    ">": np.greater,
+    "<": np.less,
+}
+"""Operators of a condition."""
+_CONDITION = re.compile(r"(?P<left>.+?)\s*(?P<operator>[<>=!]=|[<>])\s*(?P<threshold>[^<>=!]+)", re.DOTALL)
+
+
+def resolve_labels(
+    where: str, entries: Sequence[str], names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[LabelRule, ...]]:
+    """Return the names of the labels that `entries` ask for, and the rules of those that are made by a condition.
+
+    An entry is the name of a column, `COLUMN OPERATOR NUMBER`, or `NAME=COLUMN OPERATOR NUMBER`. A name in `names` is
+    never read as a condition.
+
+    Raises MesetaError, beginning with `where`, if a condition names no column or no finite number, or if two labels
+    have one name.
+    """
+    rules = {entry: rule for entry in entries if entry not in names and (rule := _condition(where, entry, names))}
+    labels = [rules[entry].name if entry in rules else entry for entry in entries]
+    if twice := sorted(doubled(labels)):
+        raise MesetaError(f"{where}: two labels are called {twice[0]!r}; name one, as in 'NAME=COLUMN >= NUMBER'")
+    return tuple(labels), tuple(rules.values())
+
+
+def raw_label_columns(where: str, entries: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the raw columns that `entries` are made from, once. Raises MesetaError as `resolve_labels` does."""
+    labels, rules = resolve_labels(where, entries, names)
+    columns = {rule.name: rule.column for rule in rules}
+    return list(dict.fromkeys(columns.get(name, name) for name in labels))
+
+
+def is_condition(entry: str) -> bool:
+    """Whether an entry that is no name of a column is read as a condition."""
+    return _CONDITION.fullmatch(entry.strip()) is not None
+
+
+def _condition(where: str, entry: str, names: Sequence[str]) -> LabelRule | None:
+    match = _CONDITION.fullmatch(entry.strip())
+    if match is None:
+        return None
+    operator, threshold = cast(Any, match["operator"]), number_of(match["threshold"].strip())
+    if threshold is None or not np.isfinite(threshold):
+        raise MesetaError(
+            f"{where}: label {entry!r} compares with {match['threshold'].strip()!r}, which is not a finite number; "
+            "give a condition such as 'rating >= 4'"
+        )
+    left, name = match["left"], None
+    if left not in names and "=" in left:
+        name, left = (part.strip() for part in left.split("=", 1))
+    if left not in names:
+        raise MesetaError(f"{where} has no column {left!r}, which label {entry!r} compares; name one of its columns")
+    rule = LabelRule(name=name or left, column=left, operator=operator, threshold=threshold)
+    return rule if name else rule.model_copy(update={"name": rule.condition})
+
+
+def with_signed_labels(layout: RawLayout, sample: Mapping[str, Sequence[str]]) -> RawLayout:
+    """Return `layout` with a rule for each label without one whose sampled values are -1 and 1 alone.
+
+    Args:
+        layout: a layout whose labels are resolved.
+        sample: values of the labels' columns in a sample of the rows, as text.
+    """
+    rules, reasons = list(layout.label_rules), dict(layout.reasons)
+    for name in layout.plain_labels:
+        numbers = {number_of(text.strip()) for text in set(sample.get(name, ())) if text not in MISSING}
+        if -1.0 in numbers and numbers <= {-1.0, 1.0}:
+            rules.append(LabelRule(name=name, column=name, is_signed=True))
+            reasons[name] = "-1 and 1: -1 counts as 0"
+    return replace(layout, label_rules=tuple(rules), reasons=reasons)
+
+
+def label_values(rule: LabelRule, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], str]:
+    """Return (labels [n], requirement): 0 or 1 per value, NaN where a value breaks the requirement or is missing."""
+    if rule.is_signed:
+        is_good = (values == 1) | (values == -1)
+        return np.where(is_good, values > 0, np.nan), "-1 or 1, like the sampled labels"
+    return np.where(np.isnan(values), np.nan, COMPARISONS[rule.operator or ">="](values, rule.threshold)), "a number"
