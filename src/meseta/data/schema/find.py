@@ -36,7 +36,7 @@ def find_layout(
         asked = replace(asked, on_scan=on_scan)
     layout = sources[0].format.layout(sources, asked)
     where = f"source {str(sources[0].path)!r}"
-    for name in dict.fromkeys([*layout.columns, *layout.features]):
+    for name in dict.fromkeys([*layout.columns, *layout.labels, *layout.features]):
         if fault := table_name_fault(name):
             raise MesetaError(f"{where}: the name of column {shown(name)}: {fault}; rename it, or leave the column out")
     check_features(where, layout)
