@@ -26,6 +26,7 @@ from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
+from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
 FillJob = tuple[BlockSchema, list[Entry], bool, list[TableStorage]]
@@ -139,8 +140,16 @@ def _check_tables(path: Location, manifest: Mapping[str, Any], held: set[str], s
         if saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]:
             raise MesetaError(
                 f"{where}: table {piece.spec.name!r} was trained with {_optimizer(saved)}, but the model uses "
-                f"{_optimizer(wanted)}; use the same in the model, or start without this checkpoint"
+                f"{_optimizer(wanted)}; use the same in the model{_way_to_freeze(saved, wanted)}, or start without "
+                "this checkpoint"
             )
+
+
+def _way_to_freeze(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    before, now = (entry["optimizer"]["name"] for entry in (saved, wanted))
+    # With lr=0, FTRL still solves for its rows by other penalties; what a user's own optimizer does is not known.
+    keeps_rows = before in USED_FIELDS and before != "ftrl"
+    return " with lr=0, which freezes its rows" if now == "frozen" and keeps_rows else ""
 
 
 def _optimizer(entry: Mapping[str, Any]) -> str:
