@@ -46,10 +46,10 @@ def test_a_gpu_is_filled_to_its_data_sheet_and_not_beyond(run, files: Files, tmp
         workload = files("model.yaml", {"batch_size": 64, "tables": {"user": table_of(factor * SHEETS[device])}})
         ended = run("plan", workload, "--topology", machines, "--out", plan)
         assert ended[0] == code, ended
-        [note] = [line for line in ended[1].splitlines() if line.startswith("memory: ")]
+        [note] = [line for line in ended[1].splitlines() if line.startswith("Memory: ")]
         size = f"{SHEETS[device]:.3g}" if SHEETS[device] >= 100 else f"{SHEETS[device]:.1f}"
         assert note == (
-            f"memory: {size} GB for each {device}, as in its data sheet, since topology file {str(machines)!r} has no "
+            f"Memory: {size} GB for each {device}, as in its data sheet, since topology file {str(machines)!r} has no "
             "hbm_bytes"
         )
         assert plan.exists() == (code == 0)
@@ -94,7 +94,10 @@ def test_the_fullest_rank_is_shown(output_of, files: Files, tmp_path: Path) -> N
     """Of 80 ranks, the one with a large table that is hardly read is neither among the 16 busiest, nor the 64."""
     tables = {"large": table_of(50, pooling_factor=0.001), "busy": table_of(1, copies=79, pooling_factor=30)}
     others = [rank for rank in range(80) if rank != 70]
-    rules = {"large": {"sharding": ["table_wise"], "ranks": [70]}, "busy_*": {"sharding": ["table_wise"], "ranks": others}}
+    rules = {
+        "large": {"sharding": ["table_wise"], "ranks": [70]},
+        "busy_*": {"sharding": ["table_wise"], "ranks": others},
+    }
     workload = files("model.yaml", {"batch_size": 4096, "tables": tables})
     machines, constraints = (
         files("m.yaml", {"num_hosts": 10, "devices_per_host": 8, "device": "h100"}),

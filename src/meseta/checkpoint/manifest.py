@@ -58,7 +58,7 @@ _ABSENT: Any = None
 """Default of a key that may be missing; where it is there, it must have its type."""
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """Of a manifest, with all keys that every version has written, and no others.
 
     What there may be a million of is validated one by one: pydantic gathers every fault before it tells the first.
@@ -67,7 +67,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _FileEntry(_Part):
+class _FileEntry(Part):
     path: str
     num_bytes: Size
     checksum: Sum
@@ -88,40 +88,40 @@ class _CarriedEntry(_FileEntry):
     path: CarriedPath
 
 
-class _ColumnEntry(_Part):
+class ColumnEntry(Part):
     name: str
     kind: Literal["row", "element"]
     dtype: StoredType
 
 
-class _OptimizerEntry(_Part, extra="allow"):
+class OptimizerEntry(Part, extra="allow"):
     name: str
 
 
-class _TableEntry(_Part):
+class _TableEntry(Part):
     num_embeddings: Size
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
-    optimizer: _OptimizerEntry
-    columns: Annotated[list[_ColumnEntry], Field(min_length=1, max_length=1000)]
+    optimizer: OptimizerEntry
+    columns: Annotated[list[ColumnEntry], Field(min_length=1, max_length=1000)]
     block_rows: Size
     blocks: list[Any]
     checksum: Sum = _ABSENT
     chain: Sum = _ABSENT
 
 
-class _DeltasEntry(_Part):
+class _DeltasEntry(Part):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
     delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
 
 
-class _PlanEntry(_Part, extra="allow"):
+class _PlanEntry(Part, extra="allow"):
     num_ranks: Size
     tables: dict[str, Any]
 
 
-class _Manifest(_Part):
+class _Manifest(Part):
     format: str
     step: Count
     tables: dict[str, Any]
@@ -335,17 +335,24 @@ def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (entry for entry in entries_of(manifest) if split_path(entry["path"])[0] is None)
 
 
-def _validate(where: str, place: str, value: Any, kind: type[_Part]) -> None:
+def _validate(where: str, place: str, value: Any, kind: type[Part]) -> None:
     """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
+    if problem := first_problem(place, value, kind):
+        raise malformed(where, problem)
+
+
+def first_problem(place: str, value: Any, kind: type[Part]) -> str | None:
+    """Return which key below `place` breaks the types and ranges of `kind`; `None` if none does."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
-        raise malformed(where, f"{shown(place + min(unknown))} is no key of it")
+        return f"{shown(place + min(unknown))} is no key of it"
     try:
         kind.model_validate(value)
     except ValidationError as error:
         problem = error.errors()[0]
         key = place + ".".join(map(str, problem["loc"]))
-        raise malformed(where, f"{shown(key)}: {problem['msg'].lower()}") from None
+        return f"{shown(key)}: {problem['msg'].lower()}"
+    return None
 
 
 def _check_sum(where: str, name: str, expected: object, found: str) -> None:

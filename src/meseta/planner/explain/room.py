@@ -25,7 +25,7 @@ def with_device_memory(topology: Topology, where: str) -> tuple[Topology, str | 
             "of DRAM that each rank may fill, or let `meseta topology detect` write the file"
         )
     note = (
-        f"memory: {byte_size(num_bytes)} for each {topology.device}, as in its data sheet, since {where} has no "
+        f"Memory: {byte_size(num_bytes)} for each {topology.device}, as in its data sheet, since {where} has no "
         "hbm_bytes"
     )
     return replace(topology, hbm_bytes=num_bytes), note
