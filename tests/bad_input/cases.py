@@ -323,30 +323,6 @@ def unwritable_predictions(place: Place) -> list[Any]:
     return ["predict", place.run(), "--out", place.folder / "nowhere/p.parquet"]
 
 
-def predict_columns(place: Place, columns: str, *options: str) -> list[Any]:
-    return ["predict", place.run(), "--out", place.folder / "p.csv", "--columns", columns, *options]
-
-
-def output_column_of_no_name(place: Place) -> list[Any]:
-    return predict_columns(place, "user,score=")
-
-
-def output_columns_of_one_name(place: Place) -> list[Any]:
-    return predict_columns(place, "user,user=item")
-
-
-def unknown_output_column(place: Place) -> list[Any]:
-    return predict_columns(place, "score=predicton")
-
-
-def unknown_output_label(place: Place) -> list[Any]:
-    return predict_columns(place, "score=prediction.click")
-
-
-def key_without_a_column(place: Place) -> list[Any]:
-    return predict_columns(place, "user", "--keys", "item")
-
-
 def no_step_to_profile(place: Place) -> list[Any]:
     place.run()
     return [*place.train(), "--profile"]
@@ -407,8 +383,7 @@ TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepa
 TRAINING += (source_of_a_recipe_changed, recipe_of_zipped_files, damaged_recipe)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
-TRAINING += (frozen_table_in_a_resumed_run, output_column_of_no_name, output_columns_of_one_name)
-TRAINING += (unknown_output_column, unknown_output_label, key_without_a_column)
+TRAINING += (frozen_table_in_a_resumed_run,)
 TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
