@@ -217,6 +217,8 @@ def change(document: Any, path: str, value: Any) -> None:
         ("tables/user/optimizer/name", "sgd", "row optimizer 'sgd'"),
         ("tables/user/columns", [], "'tables.user.columns'"),
         ("tables/item/columns/0/dtype", "float64", "table 'item' was trained with"),
+        ("tables/item/columns/1/name", "a\nb", "table 'item': "),
+        ("tables/a\nb", "item", "table 'a\\nb': it must have characters, and no control characters"),
     ],
 )
 def test_a_manifest_is_checked_before_it_is_used(
@@ -227,7 +229,7 @@ def test_a_manifest_is_checked_before_it_is_used(
     if path.startswith("tables/.."):
         document["tables"]["../../x"] = value
     else:
-        change(document, path, value)
+        change(document, path, document["tables"][value] if path == "tables/a\nb" else value)
     (copy / "export.json").write_text(json.dumps(document))
     with pytest.raises(MesetaError) as refused:
         import_export(copy, config(), states=True)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meseta.checkpoint.files.block import Values
-from meseta.checkpoint.files.layout import Column, TableLayout, narrowed, widened
+from meseta.checkpoint.files.layout import BlockSchema, Column, TableLayout, narrowed, widened
 from meseta.checkpoint.files.paths import table_folder
 from meseta.checkpoint.files.tensors import DENSE_PATH, check_header, load_tensors
 from meseta.checkpoint.manifest import ColumnEntry, Count, OptimizerEntry, Part, Size, first_problem
@@ -25,7 +25,7 @@ from meseta.errors import one_line, shown
 from meseta.machine.files import file_name, has_controls, inside, json_text, parse_json
 from meseta.machine.remote import read_document
 from meseta.spec import MesetaError
-from meseta.spec.tables import TableDtype
+from meseta.spec.tables import TableDtype, table_name_fault
 from meseta.storage import as_stored
 
 Format = Literal["safetensors", "numpy"]
@@ -83,8 +83,6 @@ class Exported:
     form: Format
     states: bool
     """Whether it has the states of row optimizers."""
-    step: int
-    """Steps of the exported checkpoint."""
     embedding_step: int | None
     """Steps that row optimizers have counted for bias correction; `None` if the checkpoint had no training state."""
     dense_optimizer: str | None
@@ -114,9 +112,11 @@ class Exported:
         problem = first_problem("", document, _Manifest)
         for name, entry in document["tables"].items() if problem is None else ():
             problem = problem or first_problem(f"tables.{name}.", entry, _TableEntry)
+            fault = None if problem else table_name_fault(name) or BlockSchema.from_dict(entry).fault()
+            problem = f"table {shown(name)}: {fault}" if fault else problem
         if problem is not None:
             raise MesetaError(f"{where}: {EXPORT_PATH} is malformed ({problem}); export again")
-        keys = ("files", "states", "step", "embedding_step", "dense_optimizer", "tables")
+        keys = ("files", "states", "embedding_step", "dense_optimizer", "tables")
         return Exported(root, *(document[key] for key in keys))
 
     @contextmanager
