@@ -20,7 +20,7 @@ from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.layout import BlockSchema, Column, TableLayout, narrowed, widened
 from meseta.checkpoint.files.paths import table_folder
 from meseta.checkpoint.files.tensors import DENSE_PATH, check_header, load_tensors
-from meseta.checkpoint.manifest import ColumnEntry, Count, OptimizerEntry, Part, Size, first_problem
+from meseta.checkpoint.manifest import ColumnEntry, Count, ManifestPart, OptimizerEntry, Size, first_problem
 from meseta.errors import one_line, shown
 from meseta.machine.files import file_name, has_controls, inside, json_text, parse_json
 from meseta.machine.remote import read_document
@@ -39,7 +39,7 @@ _FAULTS = (SafetensorError, BadZipFile, OSError, EOFError, ValueError, KeyError,
 """Exceptions that libraries raise for damaged files."""
 
 
-class _TableEntry(Part):
+class _ExportedTable(ManifestPart):
     num_embeddings: Size
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
@@ -47,7 +47,7 @@ class _TableEntry(Part):
     columns: Annotated[list[ColumnEntry], Field(min_length=1, max_length=1000)]
 
 
-class _Manifest(Part):
+class _ExportManifest(ManifestPart):
     format: Literal["meseta.export/1"]
     files: Format
     states: bool
@@ -109,9 +109,9 @@ class Exported:
                 f"{where}: {EXPORT_PATH} has the format {shown(found)}, and this version reads {EXPORT_FORMAT!r}; "
                 "import it with the version that wrote it"
             )
-        problem = first_problem("", document, _Manifest)
+        problem = first_problem("", document, _ExportManifest)
         for name, entry in document["tables"].items() if problem is None else ():
-            problem = problem or first_problem(f"tables.{name}.", entry, _TableEntry)
+            problem = problem or first_problem(f"tables.{name}.", entry, _ExportedTable)
             fault = None if problem else table_name_fault(name) or BlockSchema.from_dict(entry).fault()
             problem = f"table {shown(name)}: {fault}" if fault else problem
         if problem is not None:

@@ -58,7 +58,7 @@ _ABSENT: Any = None
 """Default of a key that may be missing; where it is there, it must have its type."""
 
 
-class Part(BaseModel):
+class ManifestPart(BaseModel):
     """Of a manifest, with all keys that every version has written, and no others.
 
     What there may be a million of is validated one by one: pydantic gathers every fault before it tells the first.
@@ -67,7 +67,7 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _FileEntry(Part):
+class _FileEntry(ManifestPart):
     path: str
     num_bytes: Size
     checksum: Sum
@@ -88,17 +88,21 @@ class _CarriedEntry(_FileEntry):
     path: CarriedPath
 
 
-class ColumnEntry(Part):
+class ColumnEntry(ManifestPart):
+    """One column of a table."""
+
     name: str
     kind: Literal["row", "element"]
     dtype: StoredType
 
 
-class OptimizerEntry(Part, extra="allow"):
+class OptimizerEntry(ManifestPart, extra="allow"):
+    """The row optimizer of a table, with its constants."""
+
     name: str
 
 
-class _TableEntry(Part):
+class _TableEntry(ManifestPart):
     num_embeddings: Size
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
@@ -110,18 +114,18 @@ class _TableEntry(Part):
     chain: Sum = _ABSENT
 
 
-class _DeltasEntry(Part):
+class _DeltasEntry(ManifestPart):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
     delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
 
 
-class _PlanEntry(Part, extra="allow"):
+class _PlanEntry(ManifestPart, extra="allow"):
     num_ranks: Size
     tables: dict[str, Any]
 
 
-class _Manifest(Part):
+class _Manifest(ManifestPart):
     format: str
     step: Count
     tables: dict[str, Any]
@@ -335,13 +339,13 @@ def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (entry for entry in entries_of(manifest) if split_path(entry["path"])[0] is None)
 
 
-def _validate(where: str, place: str, value: Any, kind: type[Part]) -> None:
+def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> None:
     """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
     if problem := first_problem(place, value, kind):
         raise malformed(where, problem)
 
 
-def first_problem(place: str, value: Any, kind: type[Part]) -> str | None:
+def first_problem(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
     """Return which key below `place` breaks the types and ranges of `kind`; `None` if none does."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
