@@ -91,7 +91,7 @@ def compare_reports(before: Checkout, after: Checkout, folder: Path) -> Ledger:
         "dense": {"flops_per_sample": 1000000.0, "parameter_bytes": 4000},
     }))  # fmt: skip
     machines = folder / "machines.yaml"
-    machines.write_text("num_hosts: 1\ndevices_per_host: 2\n")
+    machines.write_text("num_hosts: 1\ndevices_per_host: 2\nhbm_bytes: 8000000000\n")
     page = folder / "page.html"
     commands: dict[str, list[Any]] = {
         "data stats": ["data", "stats", data, "--html", page],

@@ -312,6 +312,11 @@ def checkpoint_of_another_model(place: Place) -> list[Any]:
     return place.train("model.embedding_dim=8")
 
 
+def frozen_table_in_a_resumed_run(place: Place) -> list[Any]:
+    place.run()
+    return place.train(train__epochs=2, embedding__tables={"city": {"optimizer": {"name": "frozen"}}})
+
+
 def checkpoints_out_of_reach(place: Place) -> list[Any]:
     return place.train("checkpoint.dir=nosuch://bucket/run")
 
@@ -392,6 +397,12 @@ def limit_without_a_disk(place: Place) -> list[Any]:
     return ["calibrate", "--max-reads-per-s", "1000", "--out", place.folder / "cost.yaml"]
 
 
+def topology_without_memory(place: Place) -> list[Any]:
+    (place.folder / "machines.yaml").write_text("devices_per_host: 2\n")
+    config = write_config(place.folder / "c.yaml", settings(place.tiny, place.folder / "run"))
+    return ["plan", config, "--topology", place.folder / "machines.yaml", "--out", place.folder / "plan.json"]
+
+
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet, too_many_columns, control_character_in_a_column)
 TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles, two_norms, pattern_of_no_parameter)
@@ -404,8 +415,9 @@ TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepa
 TRAINING += (source_of_a_recipe_changed, recipe_of_zipped_files, damaged_recipe)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
+TRAINING += (frozen_table_in_a_resumed_run,)
 TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
 TRAINING += (advice_on_codes, checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
-PLANNING = (limit_without_a_disk,)
+PLANNING = (limit_without_a_disk, topology_without_memory)

@@ -15,6 +15,7 @@ import pytest
 
 from bad_input.cases import PLANNING, PREPARING, TRAINING, Place, change_description, file_that_others_need
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
+from bad_input.output_cases import IMPORTING, PREDICTING
 from distributed.pool import RankPool
 from meseta.checkpoint import list_checkpoints
 from meseta.machine.locks import FolderLock
@@ -23,6 +24,9 @@ from small_run import environment, settings, train, write_config
 from source_tree import ROOT
 
 ROWS = dict(re.findall(r"^\| ([a-z ]+) \| `(.*)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+ON_RANKS = (*TRAINING, *PREDICTING)
+"""Cases that several ranks meet."""
+ALL = (*PREPARING, *ON_RANKS, *IMPORTING, *PLANNING)
 LEAVES_A_RUN = ("prepared_label_outside", "id_outside", "nan_in_dense", "loss_without_bound")
 """What is found in a step: the run until then is left, whole."""
 
@@ -34,7 +38,7 @@ def says(name: str, line: str) -> bool:
 
 
 def test_the_page_has_every_case_and_no_other() -> None:
-    names = [case.__name__.replace("_", " ") for case in (*PREPARING, *TRAINING, *PLANNING)]
+    names = [case.__name__.replace("_", " ") for case in ALL]
     assert sorted([*names, "run in use"]) == sorted(ROWS)
 
 
@@ -71,7 +75,7 @@ def check(name: str, place: Place, ended: Ended, before: dict[str, Any]) -> None
     assert after == before
 
 
-@pytest.mark.parametrize("case", [*PREPARING, *TRAINING, *PLANNING], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
 def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
     command = case(place)
     before = tree(place.folder)
@@ -80,10 +84,10 @@ def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
     check(case.__name__, place, ended, before)
 
 
-@pytest.mark.parametrize("name", sample([case.__name__ for case in TRAINING], 24, seed=3))
+@pytest.mark.parametrize("name", sample([case.__name__ for case in ON_RANKS], 24, seed=3))
 def test_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]], name: str) -> None:
     """Both ranks end, with one message; the launcher prints that of rank 0."""
-    [case] = [case for case in TRAINING if case.__name__ == name]
+    [case] = [case for case in ON_RANKS if case.__name__ == name]
     command = case(place)
     before = tree(place.folder)
     both = two_ranks(*command)

@@ -54,7 +54,7 @@ def home(folder_of_a_stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     sys.modules.pop(MODULE, None)
 
 
-TOPOLOGY = "num_hosts: 1\ndevices_per_host: 2\ndevice: cpu\n"
+TOPOLOGY = "num_hosts: 1\ndevices_per_host: 2\ndevice: cpu\nhbm_bytes: 8000000000\n"
 LOOKS = [
     ("report", "run"),
     ("report", "run", "again", "--out", "page.html"),

@@ -198,6 +198,7 @@ def test_only_the_tables_asked_for_and_no_states(tmp_path: Path) -> None:
     files = export(write(tmp_path, 1), tmp_path / "out", "numpy", tables=[name])
     assert [str(file.relative_to(tmp_path / "out")) for file in files] == [
         "dense.npz",
+        "export.json",
         f"tables/{file_name(name)}/row.npy",
     ]
 

@@ -63,7 +63,7 @@ def test_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     config = write_config(tmp_path / "run.yaml", settings(tiny_data(tmp_path), tmp_path / "run"))
     machines = tmp_path / "machines.yaml"
-    machines.write_text("num_hosts: 1\ndevices_per_host: 2\ndevice: cpu\n")
+    machines.write_text("num_hosts: 1\ndevices_per_host: 2\ndevice: cpu\nhbm_bytes: 8000000000\n")
     monkeypatch.setattr(sys, "argv", ["meseta", "plan", str(config), "--topology", str(machines)])
     with calls() as made, pytest.raises(SystemExit) as left:
         main()

@@ -174,7 +174,7 @@ def test_every_split_is_evaluated_where_no_files_are(run: Path, data: Path, spli
 
 
 def test_a_plan_and_a_comparison_ask_the_dispatcher_too(tier: Tier, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "machine.yaml").write_text("devices_per_host: 2\ndevice: cpu\nhost_bytes: 8000000000\n")
+    (tmp_path / "machine.yaml").write_text("devices_per_host: 2\ndevice: cpu\nhbm_bytes: 8000000000\n")
     outs = []
     for name, document in (("served", served(tier, tmp_path / "a")), ("local", local(data, tmp_path / "a"))):
         config, out = write_config(tmp_path / f"{name}.yaml", document), tmp_path / f"{name}.json"

@@ -9,11 +9,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, get_args
 from zipfile import ZipFile
 
 import numpy as np
 
+from meseta.checkpoint.exported import (
+    ARCHIVE_PATH,
+    EXPORT_PATH,
+    SAFETENSORS_TYPES,
+    Format,
+    array_name,
+    array_type,
+    export_manifest,
+)
 from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.layout import BlockSchema, Column, widened
 from meseta.checkpoint.files.paths import table_folder
@@ -21,14 +30,12 @@ from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.errors import shown
-from meseta.machine.files import file_name, inner_fault, whole_folder
+from meseta.machine.files import inner_fault, whole_folder
 from meseta.machine.remote import Location, locate
 from meseta.spec import MesetaError, nearest
 from meseta.storage import ROW
 
-Format = Literal["safetensors", "numpy"]
-FORMATS: tuple[Format, ...] = ("safetensors", "numpy")
-_SAFETENSORS_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def export(
@@ -44,8 +51,9 @@ def export(
 
     'safetensors' gives tables/TABLE.safetensors with a tensor 'row' [R, D], and with `states` one per state of the row
     optimizer, and dense.safetensors; 'numpy' gives tables/TABLE/row.npy, tables/TABLE/STATE.npy and dense.npz, with
-    bfloat16 widened to float32. Names of tables are escaped as in the checkpoint. `on_rows` is told of rows as they are
-    written. The folder appears by one rename when all is written and checked; returns its files.
+    bfloat16 widened to float32. Names of tables are escaped as in the checkpoint. export.json says which checkpoint and
+    optimizers they are of, for `meseta checkpoint import --from meseta`. `on_rows` is told of rows as they are written.
+    The folder appears by one rename when all is written and checked; returns its files.
     Raises MesetaError for a folder that exists, a pattern that matches nothing, and a damaged checkpoint.
     """
     path, out = locate(path), Path(out)
@@ -58,6 +66,7 @@ def export(
         for name in names:
             _export_table(path, manifest["tables"][name], folder / table_folder(name), form, states, on_rows)
         _export_dense(path, manifest["dense"], folder, form)
+        (folder / EXPORT_PATH).write_text(export_manifest(manifest, form, names, states=states))
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 
@@ -112,9 +121,9 @@ def _numpy_arrays(
     arrays: dict[str, _Array] = {}
     with ExitStack() as files:
         for column in columns:
-            file = files.enter_context((stem / f"{file_name(column.name)}.npy").open("wb"))
-            dtype = np.dtype("float32" if column.dtype == "bfloat16" else column.stored)
-            header = {"descr": dtype.str, "fortran_order": False, "shape": schema.shape(column, num_rows)}
+            file = files.enter_context((stem / array_name(column.name)).open("wb"))
+            shape = schema.shape(column, num_rows)
+            header = {"descr": array_type(column).str, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             arrays[column.name] = _Array(file, file.tell())
         yield arrays
@@ -131,10 +140,10 @@ def _safetensors_arrays(
     for column in columns:
         shape = schema.shape(column, num_rows)
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(column.stored).itemsize
-        if column.dtype not in _SAFETENSORS_TYPES:
+        if column.dtype not in SAFETENSORS_TYPES:
             raise MesetaError(f"export: safetensors has no type {column.dtype}; export with --format numpy")
         header[column.name] = {
-            "dtype": _SAFETENSORS_TYPES[column.dtype],
+            "dtype": SAFETENSORS_TYPES[column.dtype],
             "shape": list(shape),
             "data_offsets": [at, at + size],
         }
@@ -164,4 +173,4 @@ def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: For
                 raise MesetaError(f"export: dense tensor {shown(name)} names no file of an archive: {fault}; {way_out}")
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-    (out / "dense.npz").write_bytes(packed.getvalue())
+    (out / ARCHIVE_PATH).write_bytes(packed.getvalue())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
+from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
 FillJob = tuple[BlockSchema, list[Entry], bool, list[TableStorage]]
@@ -70,7 +71,7 @@ def load(
     path = locate(path)
     manifest = together(world, lambda: _find(path))
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
-    together(world, lambda: _check_tables(path, manifest, held, shards))
+    together(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
     dense = together(world, lambda: _fill(path, manifest, shards, marks_since_whole))
     carried = together(world, lambda: read_tensors(path, manifest[CARRIED])) if CARRIED in manifest else None
     state = dict(manifest["state"])
@@ -118,29 +119,47 @@ def _find(path: Location) -> dict[str, Any]:
     return read_manifest(path)
 
 
-def _check_tables(path: Location, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableStorage]) -> None:
-    """Raise MesetaError unless model and checkpoint have the same tables, and those on this rank the same layout."""
-    where = f"checkpoint {str(path)!r}"
-    for name in sorted(held ^ set(manifest["tables"])):
-        missing, there = ("checkpoint", manifest["tables"]) if name in held else ("model", held)
+def check_tables(
+    kind: Literal["checkpoint", "export"],
+    path: Location,
+    tables: Mapping[str, Any],
+    held: Collection[str],
+    shards: Sequence[TableStorage],
+    *,
+    states: bool = True,
+) -> None:
+    """Raise MesetaError unless the model, whose tables are `held`, and the entries of a checkpoint or an export have
+    the same tables, and those of `shards` the same layout; without `states`, whatever their optimizers."""
+    where = f"{kind} {str(path)!r}"
+    for name in sorted(set(held) ^ set(tables)):
+        missing, there = (kind, tables) if name in held else ("model", held)
         raise MesetaError(
             f"{where}: table {name!r} is missing in the {missing}, which has {', '.join(sorted(there)) or 'none'}; "
-            "give model and checkpoint the same tables, or start without this checkpoint"
+            f"give model and {kind} the same tables, or start without this {kind}"
         )
     for piece in shards:
-        saved = manifest["tables"][piece.spec.name]
+        saved = tables[piece.spec.name]
         wanted = TableLayout.of(piece.spec, piece.values).to_dict()
         for field in ("num_embeddings", "embedding_dim", "dtype"):
             if saved[field] != wanted[field]:
                 raise MesetaError(
                     f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {wanted[field]} in the "
-                    f"model; set it to {saved[field]} in the model, or start without this checkpoint"
+                    f"model; set it to {saved[field]} in the model, or start without this {kind}"
                 )
-        if saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]:
+        is_other = saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]
+        if states and is_other:
             raise MesetaError(
                 f"{where}: table {piece.spec.name!r} was trained with {_optimizer(saved)}, but the model uses "
-                f"{_optimizer(wanted)}; use the same in the model, or start without this checkpoint"
+                f"{_optimizer(wanted)}; use the same in the model{_way_to_freeze(saved, wanted)}, or start without "
+                f"this {kind}"
             )
+
+
+def _way_to_freeze(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    before, now = (entry["optimizer"]["name"] for entry in (saved, wanted))
+    # With lr=0, FTRL still solves for its rows by other penalties; what a user's own optimizer does is not known.
+    keeps_rows = before in USED_FIELDS and before != "ftrl"
+    return " with lr=0, which freezes its rows" if now == "frozen" and keeps_rows else ""
 
 
 def _optimizer(entry: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ _ABSENT: Any = None
 """Default of a key that may be missing; where it is there, it must have its type."""
 
 
-class _Part(BaseModel):
+class ManifestPart(BaseModel):
     """Of a manifest, with all keys that every version has written, and no others.
 
     What there may be a million of is validated one by one: pydantic gathers every fault before it tells the first.
@@ -61,7 +61,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _FileEntry(_Part):
+class _FileEntry(ManifestPart):
     path: str
     num_bytes: Size
     checksum: Sum
@@ -82,40 +82,44 @@ class _CarriedEntry(_FileEntry):
     path: CarriedPath
 
 
-class _ColumnEntry(_Part):
+class ColumnEntry(ManifestPart):
+    """One column of a table."""
+
     name: str
     kind: Literal["row", "element"]
     dtype: StoredType
 
 
-class _OptimizerEntry(_Part, extra="allow"):
+class OptimizerEntry(ManifestPart, extra="allow"):
+    """The row optimizer of a table, with its constants."""
+
     name: str
 
 
-class _TableEntry(_Part):
+class _TableEntry(ManifestPart):
     num_embeddings: Size
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
-    optimizer: _OptimizerEntry
-    columns: Annotated[list[_ColumnEntry], Field(min_length=1, max_length=1000)]
+    optimizer: OptimizerEntry
+    columns: Annotated[list[ColumnEntry], Field(min_length=1, max_length=1000)]
     block_rows: Size
     blocks: list[Any]
     checksum: Sum = _ABSENT
     chain: Sum = _ABSENT
 
 
-class _DeltasEntry(_Part):
+class _DeltasEntry(ManifestPart):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
     delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
 
 
-class _PlanEntry(_Part, extra="allow"):
+class _PlanEntry(ManifestPart, extra="allow"):
     num_ranks: Size
     tables: dict[str, Any]
 
 
-class _Manifest(_Part):
+class _Manifest(ManifestPart):
     format: str
     step: Count
     tables: dict[str, Any]
@@ -327,17 +331,24 @@ def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (entry for entry in entries_of(manifest) if split_path(entry["path"])[0] is None)
 
 
-def _validate(where: str, place: str, value: Any, kind: type[_Part]) -> None:
+def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> None:
     """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
+    if problem := first_problem(place, value, kind):
+        raise malformed(where, problem)
+
+
+def first_problem(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
+    """Return which key below `place` breaks the types and ranges of `kind`; `None` if none does."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
-        raise malformed(where, f"{shown(place + min(unknown))} is no key of it")
+        return f"{shown(place + min(unknown))} is no key of it"
     try:
         kind.model_validate(value)
     except ValidationError as error:
         problem = error.errors()[0]
         key = place + ".".join(map(str, problem["loc"]))
-        raise malformed(where, f"{shown(key)}: {problem['msg'].lower()}") from None
+        return f"{shown(key)}: {problem['msg'].lower()}"
+    return None
 
 
 def _check_sum(where: str, name: str, expected: object, found: str) -> None:

@@ -195,36 +195,45 @@ def export_it(
 
 @app.command(name="import")
 def import_it(
-    path: Annotated[Path, typer.Argument(help="File of torch.save or safetensors, or a folder of them.")],
-    layout: Annotated[str, typer.Option("--from", help="Whose names it has: torch, torchrec or dlrm.")],
+    path: Annotated[
+        Path, typer.Argument(help="File of torch.save or safetensors, a folder of them, or what `export` has made.")
+    ],
+    layout: Annotated[str, typer.Option("--from", help="Whose names it has: torch, torchrec or dlrm; or meseta.")],
     config: Annotated[Path, typer.Option(help="YAML config of the run that shall go on with it.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")] = None,
     rename: Annotated[list[str] | None, typer.Option(help="SOURCE=TARGET: where one tensor goes.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Leave out tensors that match this pattern.")] = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="With --from meseta, the states of all optimizers and their step too.")
+    ] = False,
 ) -> None:
-    """Begin a run with a model that another program trained; `meseta train CONFIG` goes on from there.
+    """Begin a run with a model that another program trained, or with an export; `meseta train CONFIG` goes on from
+    there.
 
     No pickle is ever loaded: files hold tensors alone.
     """
     from meseta.config import load_config
     from meseta.errors import MesetaError, nearest
     from meseta.train.outside.foreign import LAYOUTS
-    from meseta.train.outside.importing import import_model
+    from meseta.train.outside.importing import OWN_LAYOUT, import_export, import_model
 
     known = [name for name in LAYOUTS if name == layout]
-    if not known:
-        raise MesetaError(f"checkpoint import: --from {layout!r} is unknown; {nearest(layout, LAYOUTS)}")
+    if layout == OWN_LAYOUT and (rename or ignore):
+        raise MesetaError(f"checkpoint import: --rename and --ignore are not for --from {OWN_LAYOUT}; leave them out")
+    if states and layout != OWN_LAYOUT:
+        raise MesetaError(f"checkpoint import: --states is for --from {OWN_LAYOUT} alone; leave it out")
+    if not known and layout != OWN_LAYOUT:
+        raise MesetaError(f"checkpoint import: --from {layout!r} is unknown; {nearest(layout, (*LAYOUTS, OWN_LAYOUT))}")
     pairs = [text.partition("=") for text in rename or []]
     for source, equals, target in pairs:
         if not (source and equals and target):
             raise MesetaError(f"checkpoint import: --rename {source + equals + target!r} is not SOURCE=TARGET")
-    saved, imported = import_model(
-        path,
-        known[0],
-        load_config(config, overrides or []),
-        renames={source: target for source, _, target in pairs},
-        ignore=ignore or (),
-    )
+    run_config = load_config(config, overrides or [])
+    if known:
+        renames = {source: target for source, _, target in pairs}
+        saved, imported = import_model(path, known[0], run_config, renames=renames, ignore=ignore or ())
+    else:
+        saved, imported = import_export(path, run_config, states=states)
     width = max(len(entry.source) for entry in imported)
     for entry in imported:
         typer.echo(f"{entry.source:{width}}  ->  {entry.target}  {list(entry.shape)}")

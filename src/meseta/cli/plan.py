@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from meseta.planner import DoesNotFitError, Planned
     from meseta.planner.explain.reasons import Reason
     from meseta.report.record import RunRecord
-    from meseta.spec import TableSpec
+    from meseta.spec import CostModel, TableSpec, Topology
+    from meseta.spec.constraints import Constraints
     from meseta.telemetry.summary import RunSummary
 
 MAX_RANKS = 16
-"""Ranks that are printed; of more, the busiest."""
+"""Ranks that are printed; of more, the fullest and the busiest."""
 MAX_TABLES = 40
 """Tables that are printed without --all."""
 
@@ -58,8 +60,11 @@ def plan(
     from meseta.planner.explain.reasons import reasons
 
     console = _console()
+    task = _read_task(what[0], what[1:], topology, cost, constraints)
+    if task.note is not None:
+        console.print(task.note, soft_wrap=True)
     try:
-        planned = _find(what[0], what[1:], topology, cost, constraints)
+        planned = _find(task)
     except DoesNotFitError as error:
         raise MesetaError(_way_out(error)) from None
     if out is not None:
@@ -68,20 +73,32 @@ def plan(
     if html is not None:
         from meseta.report.planned_page import write_planned
 
-        write_planned(planned, found, html)
+        write_planned(planned, found, html, task.note)
     _print_plan(console, planned, found, MAX_TABLES if not all_tables else len(found))
     for path in (out, html):
         if path is not None:
             console.print(f"written: {path}", soft_wrap=True)
 
 
-def _find(path: str, overrides: list[str], topology: Path | None, cost: Path | None, rules: Path | None) -> Planned:
-    """The plan of a workload file, or the one that the run of a config makes on these machines; files that are not
-    named are those of the config."""
-    from meseta.planner import find_plan
+@dataclass(frozen=True)
+class _Task:
+    """What is planned for which machines."""
+
+    path: str
+    config: RunConfig | None
+    """`None` if `path` is a workload file."""
+    topology: Topology
+    note: str | None
+    """Where the memory of the devices comes from, unless the topology names it."""
+    cost_model: CostModel | None
+    constraints: Constraints | None
+
+
+def _read_task(path: str, overrides: list[str], topology: Path | None, cost: Path | None, rules: Path | None) -> _Task:
+    """Read a workload file or a config; files that are not named are those of the config."""
+    from meseta.planner.explain.room import with_device_memory
     from meseta.spec import CostModel, Topology
     from meseta.spec.constraints import Constraints
-    from meseta.spec.workload import load_workload
 
     config = _read_config(path, overrides)
     if config is not None:
@@ -89,14 +106,23 @@ def _find(path: str, overrides: list[str], topology: Path | None, cost: Path | N
         rules = rules or config.planner.constraints
     if topology is None:
         raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
-    machines = Topology.load(topology)
+    machines, note = with_device_memory(Topology.load(topology), f"topology file {str(topology)!r}")
     cost_model = None if cost is None else CostModel.load(cost)
     constraints = None if rules is None else Constraints.load(rules)
-    if config is None:
-        return find_plan(load_workload(path), machines, cost_model, constraints)
+    return _Task(path, config, machines, note, cost_model, constraints)
+
+
+def _find(task: _Task) -> Planned:
+    """The plan of a workload file, or the one that the run of a config makes on these machines."""
+    machines = task.topology, task.cost_model, task.constraints
+    if task.config is None:
+        from meseta.planner import find_plan
+        from meseta.spec.workload import load_workload
+
+        return find_plan(load_workload(task.path), *machines)
     from meseta.train.setup.planning import find_run_plan
 
-    return find_run_plan(config, machines, cost_model, constraints)
+    return find_run_plan(task.config, *machines)
 
 
 def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
@@ -202,18 +228,21 @@ def _ways(planned: Planned) -> str:
 
 
 def _print_ranks(console: Console, planned: Planned) -> None:
-    """Milliseconds by component and the most megabytes by tier, of all ranks or of the busiest."""
+    """Milliseconds by component and the most megabytes by tier, of all ranks or of the fullest and busiest."""
+    from meseta.planner.explain.room import fullest_ranks
     from meseta.spec.stages import COMPONENTS, LABELS
-    from meseta.spec.tiers import MEMORIES
 
     prediction = planned.prediction
-    ranks = sorted(range(prediction.num_ranks), key=lambda rank: -prediction.compute_s[rank])
+    ranks = prediction.foremost_ranks(MAX_RANKS)
     title = "ranks: ms of a step, and the most MB held" + (
-        f"; the {MAX_RANKS} busiest of {len(ranks):,}" if len(ranks) > MAX_RANKS else ""
+        f"; the fullest and busiest {len(ranks)} of {prediction.num_ranks:,}"
+        if len(ranks) < prediction.num_ranks
+        else ""
     )
-    tiers = [tier for tier in MEMORIES if prediction.peak_bytes(tier).any()]
+    tiers = list(prediction.fullest_ranks())
+    console.print(f"fullest ranks: {fullest_ranks(planned)}", soft_wrap=True)
     table = _table(title, ["rank", *LABELS.values(), *(f"{tier} MB" for tier in tiers)])
-    for rank in sorted(ranks[:MAX_RANKS]):
+    for rank in ranks:
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]
         table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
     console.print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from meseta.cli.prepare import comma_list, print_unseen
 from meseta.cli.watch import limits_of
 from meseta.errors import MesetaError
 from meseta.machine.ranks import is_launched
+
+if TYPE_CHECKING:
+    from meseta.train.outside.output_columns import OutputColumns
 
 _SPLIT = "test"
 
@@ -38,6 +41,14 @@ def predict(
         str,
         typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
     ] = "",
+    columns: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|NEW=OLD,...",
+            help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
+            "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
+        ),
+    ] = "",
     best: Annotated[
         bool,
         typer.Option(
@@ -51,24 +62,44 @@ def predict(
 ) -> None:
     """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
     number and keys."""
+    from meseta.train.outside.output_columns import OutputColumns
     from meseta.train.outside.table_files import check_suffix
 
     check_suffix(out)
+    chosen, names = OutputColumns.parse(comma_list(columns)), comma_list(keys)
+    chosen.check_keys(names)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
 
-    names = comma_list(keys)
+    try:
+        _predict(run_dir, out, split, data, names, chosen, best=best, storage_dir=storage_dir)
+    except MesetaError as error:
+        raise chosen.explained(error) from None
+
+
+def _predict(
+    run_dir: Path,
+    out: Path,
+    split: str,
+    data: Sequence[str] | None,
+    keys: Sequence[str],
+    columns: OutputColumns,
+    **options: Any,
+) -> None:
+    names = columns.keys if columns.pairs else keys
     if data and not _is_dataset(data):
         if split != _SPLIT:
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
-        _predict_rows(run_dir, out, data, names, best=best, storage_dir=storage_dir)
+        _predict_rows(run_dir, out, data, names, columns, **options)
         return
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 
     folder = Path(data[0]) if data else None
-    with open_trained(run_dir, split, folder, best=best, every_row=True, storage_dir=storage_dir) as trained:
-        num_rows = write_predictions(trained.model, trained.reader, trained.world, out, names, trained.shift)
+    with open_trained(run_dir, split, folder, every_row=True, **options) as trained:
+        num_rows = write_predictions(
+            trained.model, trained.reader, trained.world, out, names, trained.shift, columns=columns
+        )
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")
 
@@ -79,15 +110,15 @@ def _is_dataset(data: Sequence[str]) -> bool:
 
 
 def _predict_rows(
-    run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], *, best: bool, storage_dir: Path | None
+    run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
     """Of raw rows, with metrics where they have labels."""
     from meseta.cli.figures import figures
     from meseta.train.predictions import write_new_predictions
     from meseta.train.trained import open_for_rows
 
-    with open_for_rows(run_dir, patterns, keys=keys, best=best, storage_dir=storage_dir) as trained:
-        predicted = write_new_predictions(trained.model, trained.reader, trained.world, out, trained.shift)
+    with open_for_rows(run_dir, patterns, keys=keys, **options) as trained:
+        predicted = write_new_predictions(trained.model, trained.reader, trained.world, out, trained.shift, columns)
     if trained.world.rank == 0:
         print(f"{predicted.num_rows:,} predictions in {out}")
         print_unseen(predicted.unseen)

@@ -11,6 +11,7 @@ from meseta.planner.explain.difference import spans
 from meseta.planner.explain.gains import gain_heads, gain_rows, gains
 from meseta.planner.explain.hidden import HIDDEN_HEADS, hidden_rows, hidden_title
 from meseta.planner.explain.reasons import Reason
+from meseta.planner.explain.room import fullest_ranks
 from meseta.report.charts.chart import row_bars
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.charts.plan_picture import plan_boxes
@@ -21,14 +22,22 @@ from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.telemetry.shown import byte_size, count, plural, share, short
 
 MAX_DRAWN = 64
-"""Ranks that are drawn; of more, those that are busiest."""
+"""Ranks that are drawn; of more, the fullest and the busiest."""
 
 
-def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path:
-    """Write the page and return its path. Raises MesetaError where it cannot be written."""
+def write_planned(planned: Planned, found: Sequence[Reason], path: Path, note: str | None = None) -> Path:
+    """Write the page, with a `note` about the machines, and return its path. Raises MesetaError where it cannot be
+    written."""
     title = f"Plan of {plural(len(planned.plan.tables), 'table')} on {plural(planned.plan.num_ranks, 'rank')}"
-    ranks = _drawn(planned)
-    parts = [tag("h1", text(title)), _headline(planned), tag("h2", "Time of a step"), _legend(), _times(planned, ranks)]
+    ranks = planned.prediction.foremost_ranks(MAX_DRAWN)
+    parts = [
+        tag("h1", text(title)),
+        _headline(planned),
+        tag("p", text(note)) if note else "",
+        tag("h2", "Time of a step"),
+        _legend(),
+        _times(planned, ranks),
+    ]
     parts += [*_hidden(planned), *_gains(planned), tag("h2", "Memory"), _memory(planned, ranks)]
     if planned.plan.num_ranks <= MAX_DRAWN:
         boxes = plan_boxes(planned.plan)
@@ -36,12 +45,6 @@ def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path
     parts += [tag("h2", "Tables"), _tables(found)]
     write_whole(path, document(title, *parts))
     return path
-
-
-def _drawn(planned: Planned) -> list[int]:
-    """Ranks in their order, the busiest of many."""
-    busy = sorted(range(planned.plan.num_ranks), key=lambda rank: -planned.prediction.compute_s[rank])
-    return sorted(busy[:MAX_DRAWN])
 
 
 def _headline(planned: Planned) -> str:
@@ -101,8 +104,7 @@ def _memory(planned: Planned, ranks: Sequence[int]) -> str:
     colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-update"}
     used = [(tier, held) for tier, held in tiers if held.any()]
     rows = [(f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 1e6) for tier, held in used]) for rank in ranks]
-    names = ", ".join(f"{tier} {byte_size(float(held.max()))} at most" for tier, held in used)
-    intro = tag("p", text(f"The most that a rank holds in any phase of a run: {names}."))
+    intro = tag("p", text(f"The most that a rank holds in any phase of a run: {fullest_ranks(planned)}."))
     swatches = (tag("span", class_=f"swatch {colours[tier]}") + text(f"{tier} ") for tier, _ in used)
     return intro + tag("p", *swatches) + row_bars("Megabytes by rank and tier", rows, "MB")
 

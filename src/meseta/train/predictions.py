@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
-from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare.new_rows import Unseen
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
@@ -27,9 +26,10 @@ from meseta.spec import MesetaError
 from meseta.train.evaluate import gather_windows, predict
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
+from meseta.train.outside.output_columns import LABEL, PREDICTION, ROW, OutputColumns
 from meseta.train.outside.table_files import CsvTable, open_table
 
-ROW = "row"
+_ALL = OutputColumns()
 
 
 def write_predictions(
@@ -40,6 +40,7 @@ def write_predictions(
     keys: Sequence[str] = (),
     shift: float = 0.0,
     windows: TaskWindows[MetricWindow] | None = None,
+    columns: OutputColumns = _ALL,
 ) -> int:
     """Write a line for every row of the reader's split, in order; returns the number of rows.
 
@@ -48,12 +49,13 @@ def write_predictions(
     Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
     them, then "prediction" and, if there are labels, "label" (float32), or "prediction.NAME" and "label.NAME" for each
     of several labels. A label that a sample lacks is null, or an empty field. Of raw rows, the keys are those that they
-    were opened with, and no others.
+    were opened with, and no others. `columns` may choose, order and rename them; `keys` must then hold `columns.keys`,
+    and group and time are left out unless named.
     Rank 0 writes while all ranks predict, and holds a global batch at a time.
-    The file appears whole or not at all. Raises MesetaError, on all ranks, for keys that the data do not have, a file
+    The file appears whole or not at all. Raises MesetaError, on all ranks, for columns that there are not, a file
     that cannot be written, and a prediction that is not finite.
     """
-    file = _File(out, reader, keys) if world.rank == 0 else None
+    file = _File(out, reader, keys, columns) if world.rank == 0 else None
     world.raise_together(file.problem if file is not None else None)
     num_rows = 0
     try:
@@ -93,12 +95,17 @@ class NewPredictions:
 
 
 def write_new_predictions(
-    model: Model, batches: NewBatches, world: World, out: Path, shift: float = 0.0
+    model: Model,
+    batches: NewBatches,
+    world: World,
+    out: Path,
+    shift: float = 0.0,
+    columns: OutputColumns = _ALL,
 ) -> NewPredictions:
     """`write_predictions` of raw rows, with the keys that they were opened with, and what there is to tell of them; the
     same on every rank."""
     windows = TaskWindows(batches.dataset.labels, MetricWindow)
-    num_rows = write_predictions(model, batches, world, out, shift=shift, windows=windows)
+    num_rows = write_predictions(model, batches, world, out, shift=shift, windows=windows, columns=columns)
     figures, note = {}, None
     if batches.dataset.has_labels:
         together = gather_windows(windows, world)
@@ -112,20 +119,25 @@ def write_new_predictions(
 class _File:
     """A growing file under a temporary name; keeps the first problem until all ranks meet."""
 
-    def __init__(self, out: Path, reader: BatchReader | NewBatches, keys: Sequence[str]) -> None:
+    def __init__(
+        self, out: Path, reader: BatchReader | NewBatches, keys: Sequence[str], columns: OutputColumns
+    ) -> None:
         self.problem: MesetaError | None = None
         self._out = out
         self._temporary = out.with_name(f".{out.name}.tmp")
         self._writer: pq.ParquetWriter | CsvTable | None = None
         labels = reader.dataset.labels
         self._has_labels = reader.dataset.has_labels
-        kinds = ("prediction", "label") if self._has_labels else ("prediction",)
+        kinds = (PREDICTION, LABEL) if self._has_labels else (PREDICTION,)
         self._figures = [(f"{kind}.{name}" if len(labels) > 1 else kind) for kind in kinds for name in labels]
         with self._noting_problems():
-            self._keys = _keys(reader, keys, (ROW, *self._figures))
+            self._keys = _keys(reader, keys, (ROW, *self._figures), with_roles=not columns.pairs)
             figures = [pa.field(name, pa.float32()) for name in self._figures]
             self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
-            self._writer = open_table(self._temporary, out.suffix, self._schema)
+            columns.check(self._schema.names)
+            self._chosen = columns.pairs or tuple((name, name) for name in self._schema.names)
+            written = pa.schema([self._schema.field(old).with_name(new) for new, old in self._chosen])
+            self._writer = open_table(self._temporary, out.suffix, written)
         if self.problem is not None:
             self.discard()
 
@@ -146,11 +158,11 @@ class _File:
             keys = self._keys.take(num_rows)
             figures = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
             rows = np.arange(first_row, first_row + num_rows)
-            arrays = [
-                pa.array(np.ascontiguousarray(one), from_pandas=True) for one in figures
-            ]  # a missing label is null
-            columns = [pa.array(rows), *keys.columns, *arrays]
-            self._writer.write_table(pa.table(columns, schema=self._schema))
+            # A missing label is NaN in `labels` and null in the file.
+            arrays = [pa.array(np.ascontiguousarray(one), from_pandas=True) for one in figures]
+            table = pa.table([pa.array(rows), *keys.columns, *arrays], schema=self._schema)
+            news, olds = zip(*self._chosen, strict=True)
+            self._writer.write_table(table.select(olds).rename_columns(news))
 
     def finish(self) -> MesetaError | None:
         """Give the file its name, or delete it where something went wrong; returns what that was."""
@@ -183,11 +195,16 @@ class _File:
             self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
 
 
-def _keys(reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str]) -> KeyColumns | NewBatches:
-    """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves."""
+def _keys(
+    reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str], *, with_roles: bool
+) -> KeyColumns | NewBatches:
+    """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves, and
+    `with_roles` adds the group and the time of a prepared dataset."""
     if isinstance(reader, BatchReader):
         _check_reader(reader.options)
-        return KeyColumns(reader.dataset, reader.split, _key_names(reader.dataset, keys, taken))
+        dataset = reader.dataset
+        roles = [name for name in (dataset.group, dataset.time) if name is not None and with_roles]
+        return KeyColumns(dataset, reader.split, _key_names([*keys, *roles], taken))
     for name in reader.schema.names:
         _check_free(name, taken)
     return reader
@@ -206,10 +223,9 @@ def _check_reader(options: ReaderOptions) -> None:
         )
 
 
-def _key_names(dataset: Dataset, keys: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """The columns to hand through: those asked for, then the group and the time, none twice."""
-    roles = [name for name in (dataset.group, dataset.time) if name is not None]
-    names = [name for name in dict.fromkeys([*keys, *roles]) if name != "label" or name not in taken]
+def _key_names(keys: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """The columns to hand through, none twice."""
+    names = [name for name in dict.fromkeys(keys) if name != LABEL or name not in taken]
     for name in names:
         _check_free(name, taken)
     return names

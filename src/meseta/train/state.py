@@ -90,7 +90,7 @@ def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
             }
 
 
-def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "checkpoint") -> None:
     """Fill the dense parameters alone. Raises MesetaError where one is missing or has another shape."""
     expected = {f"model.{name}": value for name, value in model.state_dict().items()}
     saved = {name: value for name, value in tensors.items() if name.startswith("model.")}
@@ -98,7 +98,7 @@ def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (saved, expected)]
         if shapes[0] != shapes[1]:
             raise MesetaError(
-                f"checkpoint: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
+                f"{where}: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
                 "use the config that it was trained with"
             )
     model.load_state_dict({name.removeprefix("model."): cut_like(t, expected[name]) for name, t in saved.items()})
@@ -168,7 +168,8 @@ def restore(
     if optimizer is None:
         set_dense_part(model, loaded.dense)
     else:
-        _check_optimizer(path, optimizer, loaded)
+        where = f"checkpoint {str(path)!r}"
+        check_dense_optimizer(where, optimizer, loaded.state["dense_optimizer"], loaded.dense, loaded.step)
         set_dense_tensors(model, optimizer, loaded.dense)
     embeddings = model.embeddings
     counts = None
@@ -196,25 +197,29 @@ def _check_state(path: Location, state: Mapping[str, Any]) -> None:
         raise MesetaError(f"checkpoint {str(path)!r}: state 'random' is that of another generator; use an older one")
 
 
-def _check_optimizer(path: Location, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:
-    """Raise MesetaError where the dense part was trained with another one."""
-    saved, wanted = loaded.state["dense_optimizer"], type(optimizer).__name__
+def check_dense_optimizer(
+    where: str, optimizer: torch.optim.Optimizer, saved: str, dense: Mapping[str, Tensor], num_steps: int
+) -> None:
+    """Raise MesetaError where the dense part was trained with another one than `optimizer`, `saved` being the class of
+    the former, for `num_steps`."""
+    wanted = type(optimizer).__name__
     if saved != wanted:
         raise MesetaError(
-            f"checkpoint {str(path)!r}: the dense part was trained with {saved}, but the config asks for {wanted}; "
+            f"{where}: the dense part was trained with {saved}, but the config asks for {wanted}; "
             "set dense.optimizer.name back, or choose another run_dir"
         )
-    _check_momentum(path, optimizer, loaded.dense)
-
-
-def _check_momentum(path: Location, optimizer: torch.optim.Optimizer, dense: Mapping[str, Tensor]) -> None:
-    """Raise MesetaError where SGD's velocities would be lost, or begin from nothing in the middle of a run."""
     moments = [name for name in dense if name.startswith("optimizer.")]
+    if num_steps or moments:  # an imported model has made no step, and has none yet
+        _check_momentum(where, optimizer, moments)
+
+
+def _check_momentum(where: str, optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
+    """Raise MesetaError where SGD's velocities would be lost, or begin from nothing in the middle of a run."""
     saved = any(name.endswith(".momentum_buffer") for name in moments)
     wanted = any(group.get("momentum") for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.SGD) and saved != wanted:
         raise MesetaError(
-            f"checkpoint {str(path)!r}: the dense part was trained {'with' if saved else 'without'} momentum, and the "
+            f"{where}: the dense part was trained {'with' if saved else 'without'} momentum, and the "
             f"config asks for {'some' if wanted else 'none'}; set dense.optimizer.momentum back, or choose another "
             "run_dir"
         )

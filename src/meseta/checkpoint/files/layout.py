@@ -179,5 +179,13 @@ def widened(stored: np.ndarray) -> np.ndarray:
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
+def narrowed(values: np.ndarray) -> np.ndarray:
+    """Undo `widened`. Raises ValueError for a float32 that is no bfloat16."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    if (bits & 0xFFFF).any():
+        raise ValueError("some values are no bfloat16")
+    return (bits >> 16).astype(np.uint16)
+
+
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

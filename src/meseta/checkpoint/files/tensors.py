@@ -56,7 +56,7 @@ def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
     path = file_of(root, entry)
     try:
-        tensors = _load_from(path) if isinstance(path, RemotePath) else _load_file(path)
+        tensors = _load_from(path) if isinstance(path, RemotePath) else load_tensors(path)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise broken_file(path, f"is not a whole safetensors file ({one_line(error)})") from None
     if any(has_controls(name) for name in tensors):
@@ -65,11 +65,18 @@ def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_file(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        _check_header(file.read(8))
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a local file, on the CPU. Raises what safetensors raises, and ValueError as `check_header`
+    does."""
+    check_header(path)
     tensors: dict[str, Tensor] = load_file(path)
     return tensors
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError for a file whose header is too long to be read."""
+    with path.open("rb") as file:
+        _check_header(file.read(8))
 
 
 def _load_from(path: RemotePath) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from meseta.spec import CostModel, DeviceKind, Link
 from meseta.spec.cost_model import DRAWN, CacheCost, DenseCost, ExchangeCost, LookupCost, TierCost, UpdateCost
 
@@ -102,21 +104,39 @@ def _cpu_tiers(source: str) -> TierCost:
     )
 
 
-# Bytes a second of memory; bytes of L2; FLOP/s of tensor cores, dense, in TF32 and bfloat16; bytes a second of NVLink,
-# one way; of the network, per GPU; of PCIe, one way.
-_SHEETS: dict[str, tuple[float, float, float, float, float, float, float]] = {
-    # NVIDIA A100 40GB data sheet: 1,555 GB/s; 40 MB of L2; 156 and 312 TFLOPS; NVLink 600 GB/s both ways; DGX A100:
-    # 200 Gb/s per GPU; PCIe 4.0 x16.
-    "a100": (1.555e12, 40e6, 156e12, 312e12, 300e9, 25e9, 32e9),
-    # NVIDIA H100 SXM data sheet: 3.35 TB/s; 50 MB; 494 and 989 TFLOPS without sparsity; NVLink 900 GB/s; DGX H100:
-    # 400 Gb/s per GPU; PCIe 5.0 x16.
-    "h100": (3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
-    # NVIDIA H200 SXM data sheet: 4.8 TB/s; else as the H100.
-    "h200": (4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
-    # NVIDIA DGX B200 data sheet: 64 TB/s over 8 GPUs; 1.1 and 2.25 PFLOPS without sparsity; NVLink 1.8 TB/s; 400 Gb/s
-    # per GPU; L2 of 126 MB as the driver reports.
-    "b200": (8.0e12, 126e6, 1.1e15, 2.25e15, 900e9, 50e9, 64e9),
+class _Sheet(NamedTuple):
+    """Figures of one GPU from its data sheet. Bandwidths are bytes per second, throughputs dense FLOP/s."""
+
+    memory_bytes: int
+    memory_bytes_per_s: float
+    cache_bytes: float
+    tf32_flops_per_s: float
+    bf16_flops_per_s: float
+    nvlink_bytes_per_s: float
+    """One way."""
+    network_bytes_per_s: float
+    pcie_bytes_per_s: float
+    """One way."""
+
+
+_SHEETS: dict[str, _Sheet] = {
+    # NVIDIA A100 40GB data sheet: 40 GB, 1,555 GB/s; 40 MB of L2; 156 and 312 TFLOPS; NVLink 600 GB/s both ways; DGX
+    # A100: 200 Gb/s per GPU; PCIe 4.0 x16.
+    "a100": _Sheet(40 * 10**9, 1.555e12, 40e6, 156e12, 312e12, 300e9, 25e9, 32e9),
+    # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s; 50 MB; 494 and 989 TFLOPS without sparsity; NVLink 900 GB/s; DGX
+    # H100: 400 Gb/s per GPU; PCIe 5.0 x16.
+    "h100": _Sheet(80 * 10**9, 3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    # NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s; else as the H100.
+    "h200": _Sheet(141 * 10**9, 4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s over 8 GPUs; 1.1 and 2.25 PFLOPS without sparsity; NVLink 1.8
+    # TB/s; 400 Gb/s per GPU; L2 of 126 MB as the driver reports.
+    "b200": _Sheet(180 * 10**9, 8.0e12, 126e6, 1.1e15, 2.25e15, 900e9, 50e9, 64e9),
 }
+
+
+def documented_memory_bytes(device: DeviceKind) -> int | None:
+    """Return the memory of one GPU in bytes by its data sheet; `None` for a CPU, whose hosts differ."""
+    return _SHEETS[device].memory_bytes if device in _SHEETS else None
 
 
 def _gpu(device: DeviceKind) -> CostModel:
@@ -127,7 +147,7 @@ def _gpu(device: DeviceKind) -> CostModel:
     few launches takes 20 to 100 us; small collectives 20 us inside a host and 40 across; four NVMe drives a host give
     25 GB/s, half of that written, and 4 million reads of 4 KB a second, whose processor time is left out.
     """
-    memory, cache, tf32, bf16, nvlink, network, pcie = _SHEETS[device]
+    _, memory, cache, tf32, bf16, nvlink, network, pcie = _SHEETS[device]
     byte_s, cached_byte_s = 1 / (memory * _REACHED), 1 / (memory * _REACHED * 3)
     source = f"data sheet of {device.upper()}, {_REACHED:.0%} of its bandwidths, {_MFU:.0%} of its tensor throughput"
     inside = Link(bytes_per_s=nvlink * _REACHED, latency_s=2e-5)

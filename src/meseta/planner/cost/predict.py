@@ -19,7 +19,7 @@ from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.schedule import SUMS
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import COMPONENTS, Component
-from meseta.spec.tiers import HBM, Memory, StorageOptions
+from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.transfers import TransferMeans
 
@@ -77,6 +77,16 @@ class Prediction:
     def peak_bytes(self, memory: Memory = HBM) -> Floats:
         """The most that every rank [R] holds in a phase."""
         return np.max([held[memory] for held in self.memory_bytes.values()], axis=0)
+
+    def fullest_ranks(self) -> dict[Memory, int]:
+        """Return the rank that holds the most of each memory in use."""
+        peaks = {memory: self.peak_bytes(memory) for memory in MEMORIES}
+        return {memory: int(held.argmax()) for memory, held in peaks.items() if held.any()}
+
+    def foremost_ranks(self, max_ranks: int) -> list[int]:
+        """Return at most `max_ranks` ranks in ascending order: the fullest of each memory, then the busiest."""
+        busiest = sorted(range(self.num_ranks), key=lambda rank: -self.compute_s[rank])
+        return sorted(list(dict.fromkeys([*self.fullest_ranks().values(), *busiest]))[:max_ranks])
 
 
 def predict(

@@ -99,7 +99,7 @@ def export_dense(path: Location, out: Path, form: DenseFormat, run_dir: Path | N
     with whole_folder(out) as folder:
         (folder / INPUTS_PATH).write_text(json.dumps(inputs, indent=1) + "\n")
         if form == "onnx":
-            _write_onnx(program, folder / "dense.onnx")
+            (folder / "dense.onnx").write_bytes(_onnx(program))
         else:
             packed = io.BytesIO()  # into memory, since torch's writer of files does not tell why one fails
             torch.export.save(program, packed)
@@ -113,15 +113,19 @@ def _trace(part: DensePart, num_dense: int, width: int) -> Any:
     batch = torch.export.Dim("batch", min=1)
     try:
         with torch.no_grad():
-            return torch.export.export(part, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
+            program = torch.export.export(part, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
     except Exception as error:  # whatever a model of the user's own may raise there
         raise MesetaError(
             f"export: torch.export cannot trace the dense part of {type(part.model).__name__} ({one_line(error)}); "
             "export its tensors with --format safetensors"
         ) from error
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # file paths and source lines of this machine
+    return program
 
 
-def _write_onnx(program: Any, path: Path) -> None:
+def _onnx(program: Any) -> bytes:
     log = logging.getLogger("torch.onnx")
     level = log.level
     try:
@@ -129,14 +133,8 @@ def _write_onnx(program: Any, path: Path) -> None:
             # Both tell of packages that the exporter would use if they were there.
             warnings.simplefilter("ignore")
             log.setLevel(logging.ERROR)
-            torch.onnx.export(
-                program,
-                f=path,
-                dynamo=True,
-                input_names=["dense", "pooled"],
-                output_names=["logits"],
-                external_data=False,
-                verbose=False,
+            exported = torch.onnx.export(
+                program, dynamo=True, input_names=["dense", "pooled"], output_names=["logits"], verbose=False
             )
     except ImportError as error:
         raise MesetaError(
@@ -144,3 +142,19 @@ def _write_onnx(program: Any, path: Path) -> None:
         ) from None
     finally:
         log.setLevel(level)
+    assert exported is not None  # since no file is named
+    model = exported.model_proto
+    _clear_notes(model)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _clear_notes(message: Any) -> None:
+    """Clear the metadata and comments of a protobuf message and of all messages within: the exporter's notes name
+    source files and lines of this machine. No runtime reads them."""
+    for field, value in message.ListFields():
+        if field.name in ("metadata_props", "doc_string"):
+            message.ClearField(field.name)
+        elif field.message_type is not None:
+            for inner in (value,) if hasattr(value, "ListFields") else value:
+                _clear_notes(inner)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meseta import checkpoint
+from meseta.checkpoint.exported import EXPORT_PATH, Exported
+from meseta.checkpoint.files.layout import TableLayout
+from meseta.checkpoint.loading import check_tables
 from meseta.comm import World
-from meseta.config import RunConfig
+from meseta.config import DenseOptimizerConfig, RunConfig
 from meseta.machine.remote import Location
 from meseta.models import DLRM
+from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError, nearest
 from meseta.storage import ROW, as_stored
 from meseta.train.outside.foreign import LAYOUTS, Layout, lower_from_upper, read_tensors, table_target, translate
+from meseta.train.state import check_dense_optimizer, set_dense_part, set_dense_tensors
 from meseta.train.trainer import Trainer
 
+OWN_LAYOUT = "meseta"
+"""The layout of `meseta.checkpoint.export`."""
 _SHOWN = 6
 """Names that a message lists."""
 
@@ -58,16 +65,100 @@ def import_model(
     Raises MesetaError, having written nothing, for a run_dir that holds a checkpoint, for files as `read_tensors`, for
     names and shapes that do not fit, and values that are not finite.
     """
-    found = checkpoint.latest(config.checkpoints)
-    if found is not None:
-        raise MesetaError(
-            f"import: run_dir {str(config.run_dir)!r} has a checkpoint ({found}) already; choose another run_dir"
-        )
+    _check_new(config)
+    if (path / EXPORT_PATH).exists():
+        raise MesetaError(f"import: {str(path)!r} is an export of `meseta checkpoint export`; say --from {OWN_LAYOUT}")
     tensors = {n: t for n, t in read_tensors(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
     imported: list[Imported] = []
     trainer = Trainer(config, World.single())
     saved = trainer.begin_with(partial(_fill, tensors, layout, dict(renames or {}), imported))
     return saved, imported
+
+
+def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tuple[Location, list[Imported]]:
+    """Begin the run of `config` with what `meseta.checkpoint.export` has written to the folder `path`, in one process.
+
+    `states` takes the states of the dense and row optimizers too, and the number of steps that they have counted, so
+    that the first step of the run is the one that the exported run would have made of the same batch. Tables are read
+    block by block. Returns the checkpoint, of step 0, and where each tensor went.
+    Raises MesetaError, having written nothing, if run_dir holds a checkpoint, if the export has no states or is
+    damaged, or if names, shapes, types or optimizers are not those of the model.
+    """
+    _check_new(config)
+    exported = Exported.open(path)
+    if states and (not exported.states or exported.embedding_step is None or exported.dense_optimizer is None):
+        raise MesetaError(
+            f"import: export {str(path)!r} has no optimizer states; export the checkpoint of a run with --states, or "
+            "import without --states"
+        )
+    trainer = Trainer(config, World.single())
+    imported: list[Imported] = []
+    return trainer.begin_with(partial(_fill_from_export, exported, trainer if states else None, imported)), imported
+
+
+def _check_new(config: RunConfig) -> None:
+    found = checkpoint.latest(config.checkpoints)
+    if found is not None:
+        raise MesetaError(
+            f"import: run_dir {str(config.run_dir)!r} has a checkpoint ({found}) already; choose another run_dir"
+        )
+
+
+def _fill_from_export(exported: Exported, trainer: Trainer | None, imported: list[Imported], model: Any) -> None:
+    """Fill the model; with a `trainer`, its optimizer and the states of rows too."""
+    shards, states = model.embeddings.shards, trainer is not None
+    held = [shard.spec.name for shard in shards]
+    check_tables("export", exported.root, exported.tables, held, shards, states=states)
+    tensors, where = exported.read_dense(), f"export {str(exported.root)!r}"
+    if trainer is None:
+        set_dense_part(model, tensors, where)
+    else:
+        optimizer = trainer.optimizer
+        steps = int(exported.embedding_step or 0)
+        check_dense_optimizer(where, optimizer, str(exported.dense_optimizer), tensors, steps)
+        _check_moments(where, trainer.config.dense.optimizer, model, tensors)
+        set_dense_tensors(model, optimizer, tensors)
+        model.embeddings.go_on_from(steps, None)
+    names = [name for name in tensors if name.startswith("model." if trainer is None else ("model.", "optimizer."))]
+    for name in names:
+        target = name.removeprefix("model.")
+        imported.append(Imported(source=name, target=target, shape=tuple(tensors[name].shape)))
+    for shard in shards:
+        layout, name = TableLayout.of(shard.spec, shard.values), shard.spec.name
+        if not states:
+            layout = replace(layout, schema=replace(layout.schema, columns=layout.schema.columns[:1]))
+        with exported.open_table(layout) as read:
+            for first, stop in layout.spans():
+                shard.write(first, read(first, stop))
+        for column in layout.schema.columns:
+            target = table_target(name) if column.name == ROW else f"embeddings.{name}.{column.name}"
+            shape = layout.schema.shape(column, shard.spec.num_embeddings)
+            imported.append(Imported(source=f"tables/{name}: {column.name}", target=target, shape=shape))
+
+
+def _check_moments(where: str, config: DenseOptimizerConfig, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise MesetaError unless each dense parameter has all moments of its optimizer, in its shape, or none."""
+    probe = nn.Parameter(torch.zeros(2))
+    optimizer = make_dense_optimizer(config, [probe])
+    probe.grad = torch.zeros(2)
+    optimizer.step()
+    scalars = {name: torch.as_tensor(value).dim() == 0 for name, value in optimizer.state[probe].items()}
+    left = {name for name in tensors if name.startswith("optimizer.")}
+    for name, parameter in model.named_parameters():
+        expected = {f"optimizer.{name}.{key}": () if scalar else parameter.shape for key, scalar in scalars.items()}
+        for key in expected if left & expected.keys() else ():
+            if key not in tensors or tensors[key].shape != expected[key] or not tensors[key].is_floating_point():
+                found = f"{tensors[key].dtype} {list(tensors[key].shape)}" if key in tensors else "missing"
+                raise MesetaError(
+                    f"{where}: dense tensor {key!r} is {found}, and must be floating-point {list(expected[key])}; "
+                    "export again, or import without --states"
+                )
+        left -= expected.keys()
+    if left:
+        raise MesetaError(
+            f"{where}: dense tensor {min(left)!r} belongs to no parameter of the model and its optimizer; use the "
+            "config that it was trained with, or import without --states"
+        )
 
 
 def _fill(

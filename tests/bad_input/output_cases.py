@@ -1,0 +1,99 @@
+"""Bad inputs of docs/errors.md that concern what a run hands on: predictions, exports and their import."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+
+from bad_input.cases import Place, cut
+from meseta import checkpoint
+from small_run import settings, write_config
+
+
+def predict_columns(place: Place, columns: str, *options: str) -> list[Any]:
+    return ["predict", place.run(), "--out", place.folder / "p.csv", "--columns", columns, *options]
+
+
+def output_column_of_no_name(place: Place) -> list[Any]:
+    return predict_columns(place, "user,score=")
+
+
+def output_columns_of_one_name(place: Place) -> list[Any]:
+    return predict_columns(place, "user,user=item")
+
+
+def unknown_output_column(place: Place) -> list[Any]:
+    return predict_columns(place, "score=predicton")
+
+
+def unknown_output_label(place: Place) -> list[Any]:
+    return predict_columns(place, "score=prediction.click")
+
+
+def key_without_a_column(place: Place) -> list[Any]:
+    return predict_columns(place, "user", "--keys", "item")
+
+
+def import_export(place: Place, *options: str, states: bool = False, table: str = "*") -> list[Any]:
+    """`meseta checkpoint import` of what a run has exported."""
+    checkpoint.export(
+        checkpoint.find_checkpoint(place.run()), place.folder / "out", "numpy", tables=[table], states=states
+    )
+    shutil.rmtree(place.folder / "run")
+    return [*_import(place), *options]
+
+
+def _import(place: Place) -> list[Any]:
+    config = write_config(place.folder / "c.yaml", settings(place.tiny, place.folder / "run"))
+    return ["checkpoint", "import", place.folder / "out", "--from", "meseta", "--config", config]
+
+
+def no_export(place: Place) -> list[Any]:
+    (place.folder / "out").mkdir()
+    return _import(place)
+
+
+def export_of_another_version(place: Place) -> list[Any]:
+    command = import_export(place)
+    (place.folder / "out/export.json").write_text('{"format": "meseta.export/9"}')
+    return command
+
+
+def malformed_export(place: Place) -> list[Any]:
+    command = import_export(place)
+    (place.folder / "out/export.json").write_text('{"format": "meseta.export/1", "step": "1"}')
+    return command
+
+
+def export_without_states(place: Place) -> list[Any]:
+    return import_export(place, "--states")
+
+
+def export_of_some_tables(place: Place) -> list[Any]:
+    return import_export(place, table="user")
+
+
+def damaged_export(place: Place) -> list[Any]:
+    command = import_export(place)
+    cut(place.folder / "out/tables/user/row.npy")
+    return command
+
+
+def export_with_other_moments(place: Place) -> list[Any]:
+    command = import_export(place, "--states", states=True)
+    with ZipFile(place.folder / "out/dense.npz", "a") as archive, archive.open("optimizer.x.exp_avg.npy", "w") as file:
+        np.lib.format.write_array(file, np.zeros(2, np.float32))
+    return command
+
+
+def export_by_another_name(place: Place) -> list[Any]:
+    return [word if word != "meseta" else "torch" for word in import_export(place)]
+
+
+PREDICTING = (output_column_of_no_name, output_columns_of_one_name, unknown_output_column, unknown_output_label)
+PREDICTING += (key_without_a_column,)
+IMPORTING = (no_export, export_of_another_version, malformed_export, export_without_states, export_of_some_tables)
+IMPORTING += (damaged_export, export_with_other_moments, export_by_another_name)
