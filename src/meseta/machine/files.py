@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-from meseta.errors import MesetaError
+from meseta.errors import MesetaError, StorageError
+from meseta.machine.reads import RefusedFile, is_read_failure, walk_up
 
 DOCUMENT_BYTES = 32 << 20
 """The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
@@ -59,7 +60,7 @@ def _check_regular(path: str | Path, status: os.stat_result) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, no regular file", str(path))
+        raise RefusedFile(errno.EINVAL, f"it is {kind}, no regular file", str(path))
 
 
 def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
@@ -71,17 +72,28 @@ def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
     return content
 
 
+def read_if_there(path: Path) -> bytes | None:
+    """Return the content of a regular file, `None` if there is none that may be read. Raises StorageError if reading
+    failed: what depends on the content must then not go on as if there were none."""
+    try:
+        return read_bounded(path)
+    except OSError as error:
+        if is_read_failure(error):
+            raise StorageError(f"{str(path)!r} cannot be read ({error.strerror or error}); try again later") from None
+        return None
+
+
 def too_long(path: str, most_bytes: int) -> OSError:
     """The error of a file that goes on after the most that is read of it."""
-    return OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
+    return RefusedFile(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
 
 
 def inside(root: str | Path, inner: str) -> Path:
     """`root/inner`: a regular file in the folder, to which no link leads on a way outside. Raises OSError."""
-    path, base = Path(root, inner), os.path.realpath(root)
+    path, base = Path(root, inner), os.path.realpath(root, strict=True)
     real = os.path.realpath(path, strict=True)
     if os.path.commonpath([real, base]) != base:
-        raise OSError(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
+        raise RefusedFile(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
     _check_regular(path, os.stat(real))
     return path
 
@@ -263,10 +275,10 @@ def sync(path: Path) -> None:
 
 def sync_all(folder: Path) -> None:
     """`sync` every file under a folder, and the names in every folder of it."""
-    for inner, _, names in os.walk(folder, topdown=False):
+    for inner, _, names in walk_up(folder):
         for name in names:
-            sync(Path(inner, name))
-        sync(Path(inner))
+            sync(inner / name)
+        sync(inner)
 
 
 @contextmanager

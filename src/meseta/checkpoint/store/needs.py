@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.errors import StorageError
 from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.manifest import entries_of, read_manifest
 from meseta.machine.remote import Location
@@ -14,13 +15,16 @@ from meseta.spec import MesetaError
 
 def needed_files(checkpoints: Iterable[Location]) -> set[Location] | None:
     """Files that these checkpoints need, their own and others'; None where one is of a later version, of which nobody
-    here knows what it needs. A damaged one needs nothing any more."""
+    here knows what it needs. A damaged one needs nothing any more. Raises StorageError if a manifest cannot be read:
+    then any file may be needed."""
     needed: set[Location] = set()
     for path in checkpoints:
         try:
             needed |= {lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
         except DamagedCheckpoint:
             continue
+        except StorageError:
+            raise
         except MesetaError:
             return None
     return needed
