@@ -63,7 +63,10 @@ class _Watch:
             raise OSError(number, os.strerror(number), path)
 
 
-_watch: _Watch | None = None
+class _Current:
+    watch: _Watch | None = None
+
+
 _readlink, _open, _scandir = os.readlink, io.open, os.scandir
 
 
@@ -73,19 +76,18 @@ def failing_reads(*roots: Path | str, choose: Choose = lambda read: None) -> Ite
 
     Yields the list of all reads there, in order, which grows. Blocks cannot be nested.
     """
-    global _watch
-    assert _watch is None
+    assert _Current.watch is None
     hooks = {name: _hooked(name) for name in PATH_READS}
     with ExitStack() as patched:
         for name, hook in hooks.items():
             patched.enter_context(mock.patch.object(os, name, hook))
         for module in (io, builtins):
             patched.enter_context(mock.patch.object(module, "open", _open_hook))
-        _watch = _Watch(tuple(str(root) for root in roots), choose)
+        _Current.watch = watch = _Watch(tuple(str(root) for root in roots), choose)
         try:
-            yield _watch.reads
+            yield watch.reads
         finally:
-            _watch = None
+            _Current.watch = None
 
 
 def once(number: int, error: int) -> Choose:
@@ -109,8 +111,8 @@ def _hooked(name: str) -> Callable[..., Any]:
 
     def hook(target: Any = ".", *arguments: Any, **named: Any) -> Any:
         writes = name == "open" and arguments and arguments[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if _watch is not None and not writes:
-            _watch.ask(name, _place(target, named.get("dir_fd")))
+        if (watch := _Current.watch) is not None and not writes:
+            watch.ask(name, _place(target, named.get("dir_fd")))
         found = really(target, *arguments, **named)
         return _Entries(found, _place(target)) if name == "scandir" else found
 
@@ -150,8 +152,8 @@ class _Entry:
         found = getattr(self._entry, name)
 
         def asked(**named: Any) -> Any:
-            if _watch is not None and self._folder is not None:
-                _watch.ask(f"DirEntry.{name}", os.path.join(self._folder, os.fsdecode(self.name)))
+            if (watch := _Current.watch) is not None and self._folder is not None:
+                watch.ask(f"DirEntry.{name}", os.path.join(self._folder, os.fsdecode(self.name)))
             return found(**named)
 
         return asked
@@ -175,8 +177,8 @@ class _RawFile(io.FileIO):
         return super().readall()
 
     def _ask(self) -> None:
-        if _watch is not None:
-            _watch.ask("file.read", self.place)
+        if (watch := _Current.watch) is not None:
+            watch.ask("file.read", self.place)
 
 
 def _open_hook(
@@ -184,10 +186,10 @@ def _open_hook(
     closefd: bool = True, opener: Any = None,
 ) -> Any:  # fmt: skip
     place = _place(file)
-    if _watch is None or set("wax+") & set(mode) or place is None or not _watch.covers(place):
+    if (watch := _Current.watch) is None or set("wax+") & set(mode) or place is None or not watch.covers(place):
         return _open(file, mode, buffering, encoding, errors, newline, closefd, opener)
     if not isinstance(file, int):
-        _watch.ask("open", place)
+        watch.ask("open", place)
     raw = _RawFile(file, "r", closefd, opener)
     raw.place = place
     if buffering == 0:
@@ -209,8 +211,8 @@ class FailingFileSystem(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(str(path).removeprefix("failing://"))
 
     def _ask(self, kind: str, path: str) -> None:
-        if _watch is not None:
-            _watch.ask(kind, f"failing:/{self._strip_protocol(path)}")
+        if (watch := _Current.watch) is not None:
+            watch.ask(kind, f"failing:/{self._strip_protocol(path)}")
 
     def ls(self, path: str, detail: bool = True, **named: Any) -> Any:
         self._ask("ls", path)

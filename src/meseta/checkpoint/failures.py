@@ -13,9 +13,8 @@ from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.retries import repeated
 from meseta.comm import World
 from meseta.errors import StorageError
-from meseta.machine.files import inside
-from meseta.machine.reads import is_read_failure
-from meseta.machine.remote import Location
+from meseta.machine.files import inside, is_read_failure
+from meseta.machine.remote import Location, location_exists
 from meseta.spec import MesetaError
 
 T = TypeVar("T")
@@ -63,7 +62,7 @@ def reading(path: Location) -> Iterator[None]:
 
 
 def read(root: Location | None, path: Location, action: Callable[[], T]) -> T:
-    """Return what `action` reads of `path`, which is part of the checkpoint `root`, or a folder of checkpoints (`None`).
+    """Return what `action` reads of `path`, a part of the checkpoint `root`; `None` for a folder of checkpoints.
 
     A failed read is repeated inside `repeated_reads`. Raises what `read_error` returns.
     """
@@ -73,6 +72,11 @@ def read(root: Location | None, path: Location, action: Callable[[], T]) -> T:
             return action()
 
     return repeated(root, attempt)
+
+
+def has_file(root: Location, name: str) -> bool:
+    """Whether the checkpoint at `root` has a file of this name. Raises StorageError if that cannot be told."""
+    return read(root, root / name, lambda: location_exists(root / name))
 
 
 def file_of(root: Location, entry: Mapping[str, Any]) -> Location:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import check_files, read
+from meseta.checkpoint.failures import check_files, has_file, read
 from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.paths import step_of
 from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, QUANTISED, entries_of, own_entries, read_manifest
 from meseta.checkpoint.store.store import named, newest
 from meseta.config.load import checkpoints_of_run
 from meseta.errors import StorageError
-from meseta.machine.remote import Location, changed_s, locate, location_exists, location_is_folder
+from meseta.machine.remote import Location, changed_s, locate, location_is_folder
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 
@@ -108,7 +108,7 @@ def checkpoints_of(path: Location | str) -> Location:
 def find_checkpoint(path: Location | str) -> Location:
     """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
     path = locate(path)
-    if read(path, path / MANIFEST_PATH, lambda: location_exists(path / MANIFEST_PATH)):
+    if has_file(path, MANIFEST_PATH):
         return path
     folder = checkpoints_of(path)
     found = newest(folder)

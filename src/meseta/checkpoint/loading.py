@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import read, together
+from meseta.checkpoint.failures import has_file, read, together
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
@@ -22,7 +22,7 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
 from meseta.checkpoint.store.store import latest
 from meseta.comm import World
-from meseta.machine.remote import Location, locate, location_exists, location_is_folder
+from meseta.machine.remote import Location, locate, location_is_folder
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
@@ -112,8 +112,8 @@ def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> di
 
 def _find(path: Location) -> dict[str, Any]:
     """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
-    is_above = read(path, path, lambda: location_is_folder(path) and not location_exists(path / MANIFEST_PATH))
-    below = latest(path) if is_above else None
+    is_folder = read(path, path, lambda: location_is_folder(path))
+    below = latest(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
     if below is not None:
         raise MesetaError(
             f"checkpoint {str(path)!r} is a directory of checkpoints; give one of them, such as {str(below)!r}"

@@ -27,14 +27,7 @@ from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
-from meseta.machine.files import (
-    DOCUMENT_BYTES,
-    first_alike,
-    json_text,
-    parse_json,
-    plain_data,
-)
-from meseta.machine.reads import is_read_failure
+from meseta.machine.files import DOCUMENT_BYTES, first_alike, is_read_failure, json_text, parse_json, plain_data
 from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault

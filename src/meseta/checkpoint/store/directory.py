@@ -31,9 +31,8 @@ from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
 from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
-from meseta.machine.files import move, sync
+from meseta.machine.files import files_below, is_folder, is_link, is_there, move, names_in, status_at, sync, walk_up
 from meseta.machine.locks import try_lock
-from meseta.machine.reads import files_below, is_folder, is_link, is_there, names_in, status_at, walk_up
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"

@@ -27,7 +27,7 @@ from meseta.checkpoint.manifest import (
 )
 from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import CheckpointStore, store_at
-from meseta.machine.reads import is_read_failure
+from meseta.machine.files import is_read_failure
 from meseta.machine.remote import Location, RemotePath, location_exists, read_document, remote_errors
 from meseta.spec import MesetaError
 
@@ -110,7 +110,7 @@ class Mirror:
             raise MesetaError(f"checkpoint {str(parent)!r}: {error.strerror or error}; make room there") from None
 
     def _find(self, name: str) -> Mirrored | None:
-        """None where there is none, or half of one, or another format. Raises StorageError where that cannot be told."""
+        """None where there is none, or half of one, or another format. Raises StorageError if a read fails."""
         path = self._store.parent / name
         where = f"checkpoint file {str(path / MANIFEST_PATH)!r}"
         try:

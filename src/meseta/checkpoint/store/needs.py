@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meseta.checkpoint.failures import DamagedCheckpoint
-from meseta.errors import StorageError
 from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.errors import StorageError
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from meseta.checkpoint.failures import read, taken
+from meseta.checkpoint.failures import has_file, read, taken
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
@@ -37,9 +37,9 @@ class ObjectStore:
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""
         growing = self.growing(step)
-        if (growing / PASSED_OVER).exists():
+        if has_file(growing, PASSED_OVER):
             self.discard(growing)
-        if (growing / MANIFEST_PATH).exists():
+        if has_file(growing, MANIFEST_PATH):
             raise taken(growing)
         try:
             self.collect()
@@ -96,8 +96,8 @@ class ObjectStore:
 
     def named(self) -> list[RemotePath]:
         """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
-        checkpoints = [path for path in self._folders() if _has(path, MANIFEST_PATH)]
-        return [path for path in checkpoints if not _has(path, PASSED_OVER)]
+        checkpoints = [path for path in self._folders() if has_file(path, MANIFEST_PATH)]
+        return [path for path in checkpoints if not has_file(path, PASSED_OVER)]
 
     def pass_over(self, path: RemotePath, why: str) -> None:
         """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
@@ -105,7 +105,7 @@ class ObjectStore:
 
     def passed_over(self) -> list[RemotePath]:
         """Those, by rising step."""
-        return [path for path in self._folders() if _has(path, PASSED_OVER)]
+        return [path for path in self._folders() if has_file(path, PASSED_OVER)]
 
     def strangers(self) -> list[RemotePath]:
         """None are told of: a store may hold anything beside."""
@@ -145,8 +145,3 @@ class ObjectStore:
         folders = read(None, self.parent, self.parent.folders)
         names = [name for name in folders if (match := NAME.fullmatch(name)) and not match["old"]]
         return sorted((self.parent / name for name in names), key=named_step)
-
-
-def _has(path: RemotePath, name: str) -> bool:
-    """Whether the checkpoint at `path` has a file of this name."""
-    return read(path, path / name, (path / name).exists)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from meseta.checkpoint.failures import DamagedCheckpoint, check_files, read
+from meseta.checkpoint.failures import DamagedCheckpoint, check_files, has_file, read
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
 from meseta.errors import StorageError
-from meseta.machine.reads import names_in
-from meseta.machine.remote import Location, RemotePath, locate, location_exists
+from meseta.machine.files import names_in
+from meseta.machine.remote import Location, RemotePath, locate
 from meseta.spec import MesetaError
 
 
@@ -96,7 +97,7 @@ def latest(parent: Location | str) -> Location | None:
     in silence. Raises StorageError where a read fails, so that nobody knows which one is newest.
     """
     for path in reversed(named(parent)):
-        if read(path, path / MANIFEST_PATH, lambda path=path: location_exists(path / MANIFEST_PATH)):
+        if has_file(path, MANIFEST_PATH):
             try:
                 manifest = read_manifest(path)
             except StorageError:
@@ -115,7 +116,7 @@ def newest(parent: Location | str) -> Location | None:
     Raises StorageError where a read fails, so that nobody knows which one is newest.
     """
     for path in reversed(named(parent)):
-        if not isinstance(path, Path) or read(path, path, lambda path=path: names_in(path)):
+        if not isinstance(path, Path) or read(path, path, partial(names_in, path)):
             return path
     return None
 
