@@ -33,7 +33,7 @@ from meseta.spec import MesetaError
 from sampling import product, sample
 
 PLAN = plain_plan(SPECS, 1, "table_wise")
-STRIDE = 40
+STRIDE = {"directory": 200, "url": 25}
 """Every so-manieth read fails in turn in one case, from the read that the case names."""
 NUM_SEEDED = 200
 MANIFEST_SHARE = 0.3
@@ -141,7 +141,7 @@ def fetching(scene: Scene) -> None:
 
 def going_back(scene: Scene) -> None:
     """The newest is damaged; a failed read is repeated, and the one before is taken."""
-    with retries.repeated_reads(5.0):
+    with retries.repeated_reads():
         path = newest(scene.folder)
         assert path is not None and path.name == "step-000000003"
         [problem] = loads(path, PLAN)
@@ -203,17 +203,18 @@ def copied(start: Scene, place: Path, where: str) -> Scene:
 
 CASES = [
     case
-    for case in product(action=ACTIONS, where=("directory", "url"), first=range(STRIDE))
-    if case["where"] == "directory" or case["action"] != "fetching"
+    for where, stride in STRIDE.items()
+    for case in product(action=ACTIONS, where=(where,), first=range(stride))
+    if where == "directory" or case["action"] != "fetching"
 ]
 
 
-@pytest.mark.parametrize("case", sample(CASES, k=3, seed=2))
+@pytest.mark.parametrize("case", sample(CASES, k=1, seed=2))
 def test_each_read_fails_once(tmp_path: Path, case: dict[str, Any]) -> None:
     where, action = case["where"], ACTIONS[case["action"]]
     start = begun(tmp_path / "start", where, case["action"])
-    number, count = case["first"], None
-    while count is None or number < count:
+    number, count = case["first"], 1 << 62
+    while number < count:
         for error in ERRORS:
             tried = copied(start, tmp_path / f"{number}-{error}", where)
             with failing_reads(*tried.roots, choose=once(number, error)) as reads:
@@ -227,9 +228,10 @@ def test_each_read_fails_once(tmp_path: Path, case: dict[str, Any]) -> None:
                 problem.add_note(note)
                 raise
             shutil.rmtree(tmp_path / f"{number}-{error}", ignore_errors=True)
-            count = max(count or 0, len(reads))
-        number += STRIDE
-    assert count > 50
+            if number >= len(reads):
+                count = len(reads)
+                break
+        number += STRIDE[where]
 
 
 def check_next_save(scene: Scene) -> None:
@@ -294,7 +296,7 @@ def test_many_manifest_reads_fail(tmp_path: Path, seed: int) -> None:
     check_kept(tried)
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", sample(ERRORS, k=1, seed=1))
 def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None:
     """The newest of a chain of 8, whose manifest is read twice while the run prunes: the second time in vain."""
     tried = scene(tmp_path, "directory", saves=7)
@@ -320,15 +322,16 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
     assert [path.name[-1] for path in named(tried.folder)] == ["9"]
 
 
-def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path) -> None:
+def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time that is given to it; the line names the file, and what to do by hand."""
+    monkeypatch.setattr(retries, "READ_RETRY_WINDOW_S", 0.3)
     tried = begun(tmp_path, "directory", "going_back")
     manifest = f"{tried.folder}/step-000000002/manifest.json"
 
     def choose(read: Read) -> int | None:
         return errno.EIO if read.path == manifest and read.kind == "open" else None
 
-    with failing_reads(tried.folder, choose=choose) as reads, retries.repeated_reads(0.3):
+    with failing_reads(tried.folder, choose=choose) as reads, retries.repeated_reads():
         [problem] = loads(tried.folder / "step-000000003", PLAN)
         assert isinstance(problem, DamagedCheckpoint)
         with pytest.raises(MesetaError) as raised:

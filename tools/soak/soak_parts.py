@@ -69,9 +69,9 @@ PARTS = {
         ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
     "reads": Part(
-        "each open, read, stat and listing of a run that saves deltas, prunes, mirrors, compacts, resumes and goes back "
-        "fails once with EIO, EMFILE and ESTALE, in a directory and at a URL; 200 seeded runs in which 30 % of all reads of "
-        "manifests fail; and each read below a run's folder while the command goes on from a checkpoint",
+        "each open, read, stat and listing of a run that saves deltas, prunes, mirrors, compacts, resumes and goes "
+        "back fails once with EIO, EMFILE and ESTALE, in a directory and at a URL, and each below the folder of a run "
+        "that a command resumes; 200 seeded runs in which 30 % of all reads of manifests fail",
         ("tests/checkpoint/test_failed_reads.py", "tests/bad_input/test_unread_runs.py"),
     ),
     "everything": Part(

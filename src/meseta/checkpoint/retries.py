@@ -28,12 +28,12 @@ class _Retries:
 
 
 @contextmanager
-def repeated_reads(window_s: float = READ_RETRY_WINDOW_S) -> Iterator[None]:
-    """Context manager in which this process repeats each failed read of a checkpoint for `window_s` seconds.
+def repeated_reads() -> Iterator[None]:
+    """Context manager in which this process repeats each failed read of a checkpoint for READ_RETRY_WINDOW_S.
 
     A read that still fails raises StorageError, which then says how to set the checkpoint aside.
     """
-    _Retries.window_s, _Retries.has_given_up = window_s, False
+    _Retries.window_s, _Retries.has_given_up = READ_RETRY_WINDOW_S, False
     try:
         yield
     finally:
