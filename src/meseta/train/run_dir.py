@@ -20,7 +20,7 @@ from meseta.config.load import checkpoints_of_run
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.errors import StorageError
 from meseta.machine.environment import commit, version_of
-from meseta.machine.files import append_whole, is_folder, is_there, json_text, move
+from meseta.machine.files import append_whole, is_folder, is_read_failure, is_there, json_text, move
 from meseta.machine.locks import FolderLock
 from meseta.machine.processors import num_cores, this_processor
 from meseta.machine.ranks import note
@@ -224,7 +224,10 @@ class RunDir:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise MesetaError(f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}; move it away") from None
+            what = f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}"
+            if is_read_failure(error):
+                raise StorageError(f"{what}; run the command again once it can be read") from None
+            raise MesetaError(f"{what}; move it away") from None
         if spoiled := [line.number for line in lines if line.is_spoiled and line.is_whole]:
             self._say(f"{str(self._metrics)!r}: {told_spoiled(spoiled)} left alone")
         return lines

@@ -268,8 +268,11 @@ class Saver:
     def _copy_to_mirror(self) -> None:
         if self._mirror is not None:
             here = checkpoint.list_checkpoints(self._folder)
-            for whole in (listed.path for listed in here if listed.summary is not None):
-                self._mirror.put(whole)
+            for listed in here:
+                if not listed.is_readable:  # it may be whole, and missing at the mirror
+                    raise StorageError(listed.problem)
+                if listed.summary is not None:
+                    self._mirror.put(listed.path)
             self._mirror.keep([listed.path.name for listed in here])
 
     def notes(self) -> list[str]:
