@@ -115,12 +115,14 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     assert not list(run.rglob(PASSED_OVER))
 
 
-def test_a_config_that_cannot_be_read_is_not_replaced(tmp_path: Path, tiny: Path, stopped: Path) -> None:
-    """It may say another model, or that checkpoints are at a URL."""
+@pytest.mark.parametrize("name", ["config.yaml", "dataset.json", "metrics.jsonl", "summary.json"])
+def test_a_document_that_cannot_be_read_is_not_replaced(tmp_path: Path, tiny: Path, stopped: Path, name: str) -> None:
+    """The config may say another model, or that checkpoints are at a URL."""
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
     before = tree(run)
-    ended, _ = attempt(run, tiny, "auto", unread(run / "config.yaml"))
-    assert ended.code == 1 and "config.yaml': Input/output error" in ended.errors[0]
+    ended, _ = attempt(run, tiny, "auto", unread(run / name))
+    [line] = ended.errors
+    assert ended.code == 1 and name in line and "Input/output error" in line
     assert tree(run) == before
 
 

@@ -339,8 +339,9 @@ def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: 
     assert len([read for read in reads if read.path == manifest and read.kind == "open"]) >= 3
     aside = f"{tried.folder}/step-000000002"
     assert str(raised.value) == (
-        f"checkpoint file '{manifest}' cannot be read (Input/output error); run the command again once it can (tried "
-        f"for 0.3 s), or set the checkpoint aside with `mv {aside} {aside}.unread`, to resume from an older one"
+        f"{problem}; looking for one: checkpoint file '{manifest}' cannot be read (Input/output error); run the "
+        f"command again once it can (tried for 0.3 s), or set the checkpoint aside with `mv {aside} {aside}.unread`, "
+        "to resume from an older one"
     )
     assert not list(tried.folder.rglob(PASSED_OVER))
     os.rename(aside, f"{aside}.unread")

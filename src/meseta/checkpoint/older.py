@@ -44,8 +44,8 @@ def offer_older(problem: DamagedCheckpoint, path: Location) -> OlderCheckpoint:
             verify(other)
         except DamagedCheckpoint as another:
             damaged |= {_real(file) for file in another.files}
-        except StorageError:
-            raise
+        except StorageError as unread:
+            raise StorageError(f"{problem}; looking for one: {unread}") from None
         except MesetaError:
             pass
         else:
