@@ -19,6 +19,7 @@ import pytest
 
 from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
+from failing_reads import Read, failing_reads
 from meseta.data import PrepareOptions
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import prepare, spool, staging, write
@@ -254,3 +255,29 @@ def test_rows_short_of_a_window_are_kept_while_a_split_gets_no_more(tmp_path: Pa
     second.set_state(json.loads(json.dumps(state)))
     second.close()
     assert pa.Table.from_batches(second.windows(0, second.num_windows)).to_pydict() == batch.to_pydict()
+
+
+@pytest.mark.parametrize("name", [staging.JOURNAL, "prepare.json"])
+def test_a_failed_read_removes_no_work(tmp_path: Path, name: str) -> None:
+    """Of the journal, or the record: neither looks like no work so far."""
+    out, record = tmp_path / "out", {"options": {}, "sources": {}}
+    with pytest.raises(KeyboardInterrupt), staged_folder(out, record, force=False) as work:
+        (work.folder / "part").write_text("an hour of work")
+        work.commit({"rows": 7})
+        (work.folder / "prepare.json").write_text(json.dumps(record))
+        if name == "prepare.json":
+            (work.folder / staging.JOURNAL).unlink()
+            (work.folder / staging.FILE_NAME).write_text("{}")
+        raise KeyboardInterrupt
+    before = {path.name: path.read_bytes() for path in work.folder.iterdir() if path.is_file()}
+
+    def choose(read: Read) -> int | None:
+        return errno.EIO if read.kind == "open" and read.path == str(work.folder / name) else None
+
+    for _ in range(2):
+        refused = pytest.raises(MesetaError, match="Input/output error")
+        with failing_reads(tmp_path, choose=choose), refused, staged_folder(out, record, force=False):
+            raise AssertionError
+        assert {path.name: path.read_bytes() for path in work.folder.iterdir() if path.is_file()} == before
+    with staged_folder(out, record, force=False) as again:
+        assert again.is_complete if name == "prepare.json" else again.state == {"rows": 7}

@@ -68,6 +68,12 @@ PARTS = {
         "prunes and makes whole ones",
         ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
+    "reads": Part(
+        "each open, read, stat and listing of a run that saves deltas, prunes, mirrors, compacts, resumes and goes "
+        "back fails once with EIO, EMFILE and ESTALE, in a directory and at a URL, and each below the folder of a run "
+        "that a command resumes; 200 seeded runs in which 30 % of all reads of manifests fail",
+        ("tests/checkpoint/test_failed_reads.py", "tests/bad_input/test_unread_runs.py"),
+    ),
     "everything": Part(
         "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
         "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from meseta.checkpoint.failures import reading
 from meseta.checkpoint.files.block import sync_block, write_block
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
@@ -16,7 +17,7 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, made_whole, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, store_at
-from meseta.machine.remote import Location, locate
+from meseta.machine.remote import Location, locate, location_exists
 from meseta.spec import MesetaError
 from meseta.spec.blocks import WRITES_IN_FLIGHT
 
@@ -27,14 +28,15 @@ def compact(
     """Write the checkpoint at `path`, a delta or not, as a whole one to `out/step-...`, and return where it is. It has
     the bytes that the run would have written there without deltas. `on_rows` is told of rows as they are written.
 
-    Raises MesetaError where there is one of that step already, where a file of `path` is damaged, and on a full disk;
-    then nothing stays.
+    Raises MesetaError where there is one of that step already, where a file of `path` is damaged or cannot be read, and
+    on a full disk; then nothing stays.
     """
     path, store = locate(path), store_at(out)
     manifest = read_manifest(path)
-    step = manifest["step"]
-    if checkpoint_path(store.parent, step).exists():
-        raise MesetaError(f"checkpoint {str(checkpoint_path(store.parent, step))!r} exists; give another folder")
+    place = checkpoint_path(store.parent, manifest["step"])
+    with reading(place):
+        if location_exists(place):
+            raise MesetaError(f"checkpoint {str(place)!r} exists; give another folder")
     try:
         with store.alone():
             return _write(path, store, manifest, on_rows)

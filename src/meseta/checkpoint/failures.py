@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meseta.checkpoint.files.paths import split_path
+from meseta.checkpoint.retries import repeated
 from meseta.comm import World
-from meseta.machine.files import inside
-from meseta.machine.remote import Location
+from meseta.errors import StorageError
+from meseta.machine.files import inside, is_read_failure
+from meseta.machine.remote import Location, location_exists
 from meseta.spec import MesetaError
+
+T = TypeVar("T")
 
 
 class DamagedCheckpoint(MesetaError):
@@ -35,21 +39,60 @@ def malformed(where: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
 
 
+def read_error(path: Location, error: OSError) -> MesetaError:
+    """Return the error for a read of a checkpoint that raised `error`.
+
+    It is DamagedCheckpoint if the file is missing or must not be read. Otherwise it is StorageError: whether the
+    checkpoint is damaged is unknown, and nothing may be deleted, replaced or chosen because of it.
+    """
+    if is_read_failure(error):
+        name = error.filename if isinstance(error.filename, str) else str(path)
+        reason = error.strerror or str(error)
+        return StorageError(f"checkpoint file {name!r} cannot be read ({reason}); run the command again once it can")
+    return broken_file(path, f"cannot be read ({error.strerror})")
+
+
+@contextmanager
+def reading(path: Location) -> Iterator[None]:
+    """Context manager that turns an OSError into `read_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise read_error(path, error) from None
+
+
+def read(root: Location | None, path: Location, action: Callable[[], T]) -> T:
+    """Return what `action` reads of `path`, a part of the checkpoint `root`; `None` for a folder of checkpoints.
+
+    A failed read is repeated inside `repeated_reads`. Raises what `read_error` returns.
+    """
+
+    def attempt() -> T:
+        with reading(path):
+            return action()
+
+    return repeated(root, attempt)
+
+
+def has_file(root: Location, name: str) -> bool:
+    """Whether the checkpoint at `root` has a file of this name. Raises StorageError if that cannot be told."""
+    return read(root, root / name, lambda: location_exists(root / name))
+
+
 def file_of(root: Location, entry: Mapping[str, Any]) -> Location:
-    """Where the file of an entry in a checked manifest is. Raises MesetaError where it is missing, no regular file, led
-    out of its checkpoint by a link, or of another size than the manifest says."""
+    """Where the file of an entry in a checked manifest is. Raises DamagedCheckpoint where it is missing, no regular
+    file, led out of its checkpoint by a link, or of another size than the manifest says; StorageError where that cannot
+    be told."""
     path = root / entry["path"]
     folder, inner = split_path(entry["path"])
-    try:
-        if isinstance(root, Path) and isinstance(path, Path):
-            if folder is not None:
-                root = Path(os.path.realpath(root)).parent / folder
-                path = root / inner
-            found_bytes = inside(root, inner).stat().st_size
-        else:
-            found_bytes = path.num_bytes()
-    except OSError as error:
-        raise broken_file(path, f"cannot be read ({error.strerror})") from None
+    if not isinstance(root, Path) or not isinstance(path, Path):
+        found_bytes = read(root, path, path.num_bytes)
+    else:
+        holder = root
+        if folder is not None:
+            holder = read(root, root, lambda: Path(os.path.realpath(root, strict=True))).parent / folder
+            path = holder / inner
+        found_bytes = read(root, path, lambda: inside(holder, inner).stat().st_size)
     _check_size(path, entry["num_bytes"], found_bytes)
     return path
 
@@ -64,7 +107,8 @@ def check_files(root: Location, entries: Iterable[Mapping[str, Any]]) -> None:
     for entry in entries:
         folder, inner = split_path(entry["path"])
         if folder not in sizes:
-            sizes[folder] = (root if folder is None else root.parent / folder).files()
+            holder = root if folder is None else root.parent / folder
+            sizes[folder] = read(root, holder, holder.files)
         if inner not in sizes[folder]:
             raise broken_file(root / entry["path"], "cannot be read (No such file)")
         _check_size(root / entry["path"], entry["num_bytes"], sizes[folder][inner])
@@ -103,9 +147,6 @@ def writing(path: Location) -> Iterator[None]:
             f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
             "make room there, keep fewer checkpoints, or choose another directory"
         ) from None
-
-
-T = TypeVar("T")
 
 
 def together(world: World, action: Callable[[], T]) -> T:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import check_files
+from meseta.checkpoint.failures import check_files, has_file, read
 from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.paths import step_of
 from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, QUANTISED, entries_of, own_entries, read_manifest
 from meseta.checkpoint.store.store import named, newest
 from meseta.config.load import checkpoints_of_run
-from meseta.machine.remote import Location, changed_s, locate
+from meseta.errors import StorageError
+from meseta.machine.remote import Location, changed_s, locate, location_is_folder
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 
@@ -85,9 +86,11 @@ class Listed:
 
     path: Location
     summary: Summary | None
-    """None where the checkpoint is damaged."""
+    """None where the checkpoint is damaged or cannot be read."""
     problem: str
     """What is wrong with it; empty where nothing is known to be."""
+    is_readable: bool = True
+    """False if a read failed, so that nobody knows whether the checkpoint is damaged."""
 
 
 def checkpoints_of(path: Location | str) -> Location:
@@ -98,14 +101,14 @@ def checkpoints_of(path: Location | str) -> Location:
             return folder
     if not isinstance(path, Path):
         raise MesetaError(f"checkpoint {str(path)!r} holds no checkpoint; check the URL")
-    what = "holds no checkpoint" if path.is_dir() else "is no directory"
+    what = "holds no checkpoint" if read(None, path, lambda: location_is_folder(path)) else "is no directory"
     raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
 
 
 def find_checkpoint(path: Location | str) -> Location:
     """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
     path = locate(path)
-    if (path / MANIFEST_PATH).exists():
+    if has_file(path, MANIFEST_PATH):
         return path
     folder = checkpoints_of(path)
     found = newest(folder)
@@ -115,7 +118,8 @@ def find_checkpoint(path: Location | str) -> Location:
 
 
 def summarize(path: Location | str) -> Summary:
-    """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size."""
+    """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size;
+    StorageError where that cannot be read."""
     path = locate(path)
     manifest = read_manifest(path)
     check_files(path, entries_of(manifest))
@@ -137,7 +141,7 @@ def summarize(path: Location | str) -> Summary:
     return Summary(
         path=path,
         step=manifest["step"],
-        saved_at_s=changed_s(path / MANIFEST_PATH),
+        saved_at_s=read(path, path / MANIFEST_PATH, lambda: changed_s(path / MANIFEST_PATH)),
         num_ranks=manifest["plan"]["num_ranks"],
         tables=tuple(tables),
         dense_bytes=manifest["dense"]["num_bytes"],
@@ -153,11 +157,13 @@ def summarize(path: Location | str) -> Summary:
 
 
 def list_checkpoints(path: Location | str) -> list[Listed]:
-    """All checkpoints of a run or folder, the oldest first, damaged ones too; raises MesetaError for another path."""
+    """All checkpoints of a run or folder, the oldest first, with those that are damaged or cannot be read. Raises
+    MesetaError for another path, and StorageError where the folder itself cannot be read."""
     found = []
     for inner in named(checkpoints_of(path)):
         try:
             found.append(Listed(path=inner, summary=summarize(inner), problem=""))
         except MesetaError as error:
-            found.append(Listed(path=inner, summary=None, problem=str(error)))
+            is_readable = not isinstance(error, StorageError)
+            found.append(Listed(path=inner, summary=None, problem=str(error), is_readable=is_readable))
     return found

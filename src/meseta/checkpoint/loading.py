@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import together
+from meseta.checkpoint.failures import has_file, read, together
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
@@ -22,7 +22,7 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
 from meseta.checkpoint.store.store import latest
 from meseta.comm import World
-from meseta.machine.remote import Location, locate
+from meseta.machine.remote import Location, locate, location_is_folder
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
@@ -66,7 +66,8 @@ def load(
     whole checkpoint, as this one says.
 
     Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
-    version, and tables that the model and the checkpoint do not share. The shards may then be partly filled.
+    version, and tables that the model and the checkpoint do not share; StorageError where a file cannot be read. The
+    shards may then be partly filled.
     """
     path = locate(path)
     manifest = together(world, lambda: _find(path))
@@ -84,7 +85,8 @@ def verify(path: Location | str) -> str:
     """Read every file of a checkpoint in this process and check it; returns the checksum that names the model, of a
     delta too: that of the whole checkpoint with the same content.
 
-    Raises MesetaError, naming the file, for one that is missing, truncated or changed.
+    Raises DamagedCheckpoint, naming the file, for one that is missing, truncated or changed; StorageError for one that
+    cannot be read.
     """
     path = locate(path)
     manifest = _find(path)
@@ -111,7 +113,8 @@ def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> di
 
 def _find(path: Location) -> dict[str, Any]:
     """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
-    below = latest(path) if path.is_dir() and not (path / MANIFEST_PATH).exists() else None
+    is_folder = read(path, path, lambda: location_is_folder(path))
+    below = latest(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
     if below is not None:
         raise MesetaError(
             f"checkpoint {str(path)!r} is a directory of checkpoints; give one of them, such as {str(below)!r}"

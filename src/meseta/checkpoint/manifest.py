@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
+from meseta.checkpoint.failures import DamagedCheckpoint, malformed, read, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.codes import coded_row_bytes, codes_fault
@@ -26,7 +27,7 @@ from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
-from meseta.machine.files import check_readable, first_alike, json_text, parse_json, plain_data
+from meseta.machine.files import check_readable, first_alike, is_read_failure, json_text, parse_json, plain_data
 from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault
@@ -246,18 +247,25 @@ def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate 
 
 
 def read_manifest(root: Location) -> dict[str, Any]:
-    """Read and check; raises MesetaError when it is missing, of another format or step, malformed or changed."""
-    where = f"checkpoint file {str(root / MANIFEST_PATH)!r}"
+    """Read and check. Raises DamagedCheckpoint if it is missing, of another step, malformed or changed; MesetaError if
+    it is of another format; StorageError if reading failed, so that nobody knows."""
+    path = root / MANIFEST_PATH
+    where = f"checkpoint file {str(path)!r}"
+    manifest = check_manifest(where, parse_manifest(where, read(root, path, partial(_manifest_text, root))))
+    name = NAME.fullmatch(root.name)
+    if name is not None and int(name["step"]) != manifest["step"]:
+        raise malformed(where, f"it is of step {manifest['step']}")
+    return manifest
+
+
+def _manifest_text(root: Location) -> bytes:
     try:
-        manifest = check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
-        name = NAME.fullmatch(root.name)
-        if name is not None and int(name["step"]) != manifest["step"]:
-            raise malformed(where, f"it is of step {manifest['step']}")
-        return manifest
+        return read_document(root, MANIFEST_PATH)
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"checkpoint {str(root)!r}: {MANIFEST_PATH}: {error.strerror}; give a directory step-..."
-        ) from None
+        if is_read_failure(error):
+            raise
+        reason = f"{MANIFEST_PATH}: {error.strerror}"
+        raise DamagedCheckpoint(f"checkpoint {str(root)!r}: {reason}; give a directory step-...") from None
 
 
 def parse_manifest(where: str, content: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from meseta.checkpoint.manifest import entries_of, read_manifest
 from meseta.checkpoint.store.names import named_step
 from meseta.checkpoint.store.needs import lies_at
 from meseta.checkpoint.store.store import named
+from meseta.errors import StorageError
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
@@ -33,7 +34,8 @@ class OlderCheckpoint(DamagedCheckpoint):
 def offer_older(problem: DamagedCheckpoint, path: Location) -> OlderCheckpoint:
     """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it.
 
-    Of those that need a file which is known to be damaged, the manifest alone is read.
+    Of those that need a file which is known to be damaged, the manifest alone is read. Raises StorageError where a read
+    fails: what cannot be read may be whole.
     """
     passed, damaged = [path], {_real(file) for file in problem.files}
     for other in reversed([other for other in named(path.parent) if named_step(other) < named_step(path)]):
@@ -42,6 +44,8 @@ def offer_older(problem: DamagedCheckpoint, path: Location) -> OlderCheckpoint:
             verify(other)
         except DamagedCheckpoint as another:
             damaged |= {_real(file) for file in another.files}
+        except StorageError as unread:
+            raise StorageError(f"{problem}; looking for one: {unread}") from None
         except MesetaError:
             pass
         else:

@@ -30,7 +30,7 @@ def list_them(
     path: Annotated[str, typer.Argument(help="A run, its folder of checkpoints, or the URL of one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
+    """All checkpoints with step, size and checksum; exit code 1 if one is damaged or cannot be read."""
     from meseta.checkpoint import list_checkpoints
     from meseta.checkpoint.listing import checkpoints_of
     from meseta.checkpoint.store.store import store_at
@@ -42,7 +42,7 @@ def list_them(
         typer.echo(json.dumps(lines, indent=1))
     for listed in () if as_json else found:
         if listed.summary is None:
-            typer.echo(f"{listed.path}  damaged: {listed.problem}")
+            typer.echo(f"{listed.path}  {'damaged' if listed.is_readable else 'not read'}: {listed.problem}")
         else:
             s = listed.summary
             size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"

@@ -81,10 +81,10 @@ def _checkpoints(settings: RunConfig) -> dict[tuple[str, float], int]:
     from meseta.checkpoint.manifest import MANIFEST_PATH
     from meseta.checkpoint.store.names import named_step
     from meseta.checkpoint.store.store import named
-    from meseta.machine.remote import changed_s
+    from meseta.machine.remote import changed_s, location_exists
 
     manifests = [path / MANIFEST_PATH for path in named(settings.checkpoints)]
-    return {(str(m), changed_s(m)): named_step(m.parent) for m in manifests if m.exists()}
+    return {(str(m), changed_s(m)): named_step(m.parent) for m in manifests if location_exists(m)}
 
 
 def _refuses(settings: RunConfig, num_ranks: int) -> str | None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from meseta.config.models.base import DEFAULT_NAME, ModelConfig, section_class
 from meseta.config.run import RunConfig
-from meseta.errors import shown
+from meseta.errors import StorageError, shown
 from meseta.machine.files import escaped
 from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.yaml_text import parse_yaml
@@ -37,20 +37,23 @@ def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dic
     try:
         document = {} if path is None else read_mapping(path)
     except MesetaError as error:
-        raise MesetaError(f"config {str(path)!r}: {error}") from None
+        raise type(error)(f"config {str(path)!r}: {error}") from None
     for override in overrides:
         _apply(document, override)
     return document
 
 
 def checkpoints_of_run(run_dir: Path) -> Location:
-    """Where the checkpoints of a run lie: at the URL that its config names, else in it. A config that cannot be read
-    names none."""
-    file = run_dir / "config.yaml"
-    with suppress(MesetaError):
-        url = value_at(read_document(file), "checkpoint.dir") if file.exists() else None
+    """Where the checkpoints of a run lie: at the URL that its config names, else in it. A config that is not valid
+    names none. Raises StorageError if a config cannot be read: it may name a URL."""
+    try:
+        url = value_at(read_document(run_dir / "config.yaml"), "checkpoint.dir")
         if isinstance(url, str) and is_url(url):
             return locate(url)
+    except StorageError:
+        raise
+    except MesetaError:
+        pass  # there is none, or none that this version understands
     return run_dir / "checkpoints"
 
 

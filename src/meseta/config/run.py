@@ -294,7 +294,7 @@ class CheckpointConfig(Section):
     run_dir that has none begins with the newest there."""
     resume: Literal["auto", "older", "never"] = "auto"
     """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
-    newest that is whole then; 'never' refuses a run_dir that has one."""
+    newest that is whole then, and repeats a read that fails for 10 s; 'never' refuses a run_dir that has one."""
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-from meseta.errors import MesetaError
+from meseta.errors import MesetaError, StorageError
 
 DOCUMENT_BYTES = 32 << 20
 """The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
@@ -45,6 +45,70 @@ _KINDS = (
 )
 
 
+class RefusedFile(OSError):
+    """The error of a file that must not be read: it is not regular, a link leads out of its folder, or it is too
+    long."""
+
+
+def is_read_failure(error: OSError) -> bool:
+    """Whether a read failed without saying anything about what is stored: the disk, the network, a limit of the process
+    or a permission is at fault, and the same read may succeed later. False for a file that is missing or refused."""
+    absent = (RefusedFile, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return not isinstance(error, absent) and error.errno != errno.ELOOP
+
+
+def status_at(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
+    """Return the status of what is at a path, `None` if nothing is there.
+
+    Raises OSError if the system cannot tell. `os.path.exists` and its relatives then answer that nothing is there, and
+    so do those of Path, depending on the error and the version of Python.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow)
+    except OSError as error:
+        if is_read_failure(error):
+            raise
+        return None
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a path leads to anything. Raises OSError if the system cannot tell."""
+    return status_at(path) is not None
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path leads to a folder. Raises OSError if the system cannot tell."""
+    status = status_at(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def is_link(path: str | Path) -> bool:
+    """Whether a path is a symbolic link. Raises OSError if the system cannot tell."""
+    status = status_at(path, follow=False)
+    return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, none if there is no such folder. Raises OSError if the system cannot tell."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        if is_read_failure(error):
+            raise
+        return []
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield all that is below a folder and is no folder itself; links are not followed. Raises OSError if some of it
+    cannot be listed, which `Path.rglob` and `os.walk` leave out."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                yield from files_below(folder / entry.name)
+            else:
+                yield folder / entry.name
+
+
 def open_regular(path: str | Path, flags: int = 0) -> int:
     """A descriptor to read a regular file by. Raises OSError, and has not opened it, for a FIFO, whose opening waits
     for a writer, a device, a socket and a folder."""
@@ -63,7 +127,7 @@ def _check_regular(path: str | Path, status: os.stat_result) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, no regular file", str(path))
+        raise RefusedFile(errno.EINVAL, f"it is {kind}, no regular file", str(path))
 
 
 def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
@@ -75,17 +139,28 @@ def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
     return content
 
 
+def read_if_there(path: Path) -> bytes | None:
+    """Return the content of a regular file, `None` if there is none that may be read. Raises StorageError if reading
+    failed: what depends on the content must then not go on as if there were none."""
+    try:
+        return read_bounded(path)
+    except OSError as error:
+        if is_read_failure(error):
+            raise StorageError(f"{str(path)!r} cannot be read ({error.strerror or error}); try again later") from None
+        return None
+
+
 def too_long(path: str, most_bytes: int) -> OSError:
     """The error of a file that goes on after the most that is read of it."""
-    return OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
+    return RefusedFile(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
 
 
 def inside(root: str | Path, inner: str) -> Path:
     """`root/inner`: a regular file in the folder, to which no link leads on a way outside. Raises OSError."""
-    path, base = Path(root, inner), os.path.realpath(root)
+    path, base = Path(root, inner), os.path.realpath(root, strict=True)
     real = os.path.realpath(path, strict=True)
     if os.path.commonpath([real, base]) != base:
-        raise OSError(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
+        raise RefusedFile(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
     _check_regular(path, os.stat(real))
     return path
 
@@ -288,10 +363,20 @@ def sync(path: Path) -> None:
 
 def sync_all(folder: Path) -> None:
     """`sync` every file under a folder, and the names in every folder of it."""
-    for inner, _, names in os.walk(folder, topdown=False):
+    for inner, _, names in walk_up(folder):
         for name in names:
-            sync(Path(inner, name))
-        sync(Path(inner))
+            sync(inner / name)
+        sync(inner)
+
+
+def walk_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """`os.walk` from the innermost folders up. Raises OSError if one cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for inner, folders, names in os.walk(folder, topdown=False, onerror=fail):
+        yield Path(inner), folders, names
 
 
 @contextmanager

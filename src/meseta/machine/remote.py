@@ -17,7 +17,7 @@ from typing import Any, Union
 from urllib.parse import urlsplit
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
-from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
+from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
@@ -175,6 +175,16 @@ def read_document(root: Location, inner: str) -> bytes:
     return content
 
 
+def location_exists(place: Location) -> bool:
+    """Whether a file or folder is there. Raises OSError or StorageError if that cannot be told."""
+    return is_there(place) if isinstance(place, Path) else place.exists()
+
+
+def location_is_folder(place: Location) -> bool:
+    """Whether a folder is there. Raises OSError or StorageError if that cannot be told."""
+    return is_folder(place) if isinstance(place, Path) else place.is_dir()
+
+
 def changed_s(file: Location) -> float:
     """When a file was written, in seconds of the Unix clock; 0 where its store does not tell. Raises OSError."""
     if isinstance(file, Path):
@@ -225,11 +235,18 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Whether a file or folder is there."""
-        return bool(self._request("read", lambda system, path: system.exists(path)))
+        return self._kind() is not None
 
     def is_dir(self) -> bool:
         """Whether it is a folder, with something in it."""
-        return bool(self._request("read", lambda system, path: system.isdir(path)))
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        """What the store calls it, `None` if nothing is there. `exists` and `isdir` of many file systems take any error
+        for an absence."""
+        with suppress(FileNotFoundError):
+            return str(self.info().get("type", "file"))
+        return None
 
     def num_bytes(self) -> int:
         """Of a file. Raises FileNotFoundError, IsADirectoryError."""
@@ -248,7 +265,7 @@ class RemotePath:
     def files(self) -> dict[str, int]:
         """Bytes of every file below this folder, by its path from here; none where it is not there."""
         with suppress(FileNotFoundError):
-            found: dict[str, Any] = self._request("read", lambda system, path: system.find(path, detail=True))
+            found: dict[str, Any] = self._request("read", _find_files)
             start = len(_system_of(self.url)[1].strip("/")) + 1
             return {name.strip("/")[start:]: int(info.get("size") or 0) for name, info in sorted(found.items())}
         return {}
@@ -346,6 +363,30 @@ class RemotePath:
 def _system_of(url: str) -> tuple[Any, str]:
     with remote_errors("checkpoint", url, "used"):
         return _filesystem(url)
+
+
+def _find_files(system: Any, path: str) -> dict[str, Any]:
+    """Return what `info` says of each file below a folder, by its whole path.
+
+    Stores of objects list all of them in one request. The `find` that other file systems inherit leaves out folders
+    that it cannot list.
+    """
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    kind = type(system)
+    lists_all = getattr(kind, "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
+    if lists_all or kind.find is not AbstractFileSystem.find:
+        return dict(system.find(path, detail=True))
+    found: dict[str, Any] = {}
+    for entry in system.ls(path, detail=True):
+        name = entry["name"]
+        if entry.get("type") != "directory":
+            found[name] = entry
+        elif name.strip("/") != path.strip("/"):
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                found |= _find_files(system, name)
+    return found
 
 
 def _last(name: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meseta.checkpoint import list_checkpoints
 from meseta.config.load import checkpoints_of_run
+from meseta.errors import StorageError
 from meseta.report.differences import (
     FactDifference,
     config_facts,
@@ -193,16 +194,21 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _newest(run_dir: Path) -> Saved | None:
-    """The newest checkpoint that is whole; one that is damaged is `meseta checkpoint`'s to tell."""
-    folder = checkpoints_of_run(run_dir)
+    """The newest checkpoint that is whole; one that is damaged is `meseta checkpoint`'s to tell. Raises StorageError if
+    one cannot be read, which may be the newest."""
     try:
-        whole = [listed.summary for listed in list_checkpoints(folder) if listed.summary is not None]
+        found = list_checkpoints(checkpoints_of_run(run_dir))
+    except StorageError:
+        raise
     except MesetaError:
         return None
-    if not whole:
-        return None
-    newest = max(whole, key=lambda summary: summary.step)
-    return Saved(path=str(newest.path), step=newest.step, checksum=newest.checksum, num_bytes=newest.num_bytes)
+    for listed in reversed(found):
+        if not listed.is_readable:
+            raise StorageError(listed.problem)
+        if (summary := listed.summary) is not None:
+            path, step = str(summary.path), summary.step
+            return Saved(path=path, step=step, checksum=summary.checksum, num_bytes=summary.num_bytes)
+    return None
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:

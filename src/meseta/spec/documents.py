@@ -11,8 +11,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_keys, is_whole, shown
-from meseta.machine.files import escaped, parse_json, read_bounded, write_whole
+from meseta.errors import MAX_WHOLE, MesetaError, StorageError, check_choice, check_keys, is_whole, shown
+from meseta.machine.files import escaped, is_read_failure, parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
 
@@ -20,15 +20,16 @@ T = TypeVar("T")
 def read_mapping(path: str | Path) -> dict[Any, Any]:
     """The mapping in a YAML or JSON file.
 
-    Raises MesetaError, without the name of the file, for one that cannot be read, is not UTF-8 or not YAML, gives a key
-    twice, or holds something else than a mapping.
+    Raises StorageError, without the name of the file, for one that cannot be read; MesetaError for one that is not
+    there, is no regular file, is not UTF-8 or not YAML, gives a key twice, or holds something else than a mapping.
     """
     try:
         document = _parse(read_bounded(path))
     except MesetaError:
         raise
     except OSError as error:
-        raise MesetaError(error.strerror or str(error)) from None
+        kind = StorageError if is_read_failure(error) else MesetaError
+        raise kind(error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
         raise MesetaError(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError as error:

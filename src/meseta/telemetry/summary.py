@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from meseta.machine.files import parse_json, read_bounded
+from meseta.machine.files import parse_json, read_if_there
 from meseta.telemetry.lines import Count, Entry, EvalLine
 from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.splits import EVALUATED, TEST, VALID
@@ -142,8 +142,9 @@ class Environment(Entry):
 
 
 def read_summary(run_dir: Path) -> RunSummary | None:
-    """None while the run has not ended, and for a file that nobody can read."""
+    """None while the run has not ended, and for a file that is no summary. Raises StorageError if reading failed."""
+    content = read_if_there(run_dir / SUMMARY_NAME)
     try:
-        return RunSummary.model_validate(parse_json(read_bounded(run_dir / SUMMARY_NAME), finite=False))
-    except (OSError, ValueError):
+        return None if content is None else RunSummary.model_validate(parse_json(content, finite=False))
+    except ValueError:
         return None

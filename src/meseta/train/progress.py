@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 
 from rich.console import Console
@@ -63,6 +64,11 @@ class TrainProgress:
         """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
         if self._shown:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, notes: Iterable[str]) -> None:
+        """Say each note as a warning."""
+        for note in notes:
+            self.say(f"warning: {note}")
 
 
 def _figures(line: Line) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meseta.checkpoint import retries
 from meseta.checkpoint.failures import on_first
 from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.older import OlderCheckpoint
@@ -18,7 +19,8 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import checkpoints_of_run, value_at
 from meseta.data.read.batch_reader import BatchReader
-from meseta.machine.remote import Location
+from meseta.errors import StorageError
+from meseta.machine.remote import Location, location_is_folder
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
@@ -91,6 +93,12 @@ def seek(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
     return None
 
 
+def repeated_reads(config: RunConfig) -> AbstractContextManager[None]:
+    """Context manager for what a run reads before its first step: with checkpoint.resume 'older' failed reads of
+    checkpoints are repeated for a while."""
+    return retries.repeated_reads() if config.checkpoint.resume == "older" else nullcontext()
+
+
 def newest_of_run(run: RunDir) -> Location | None:
     """The newest checkpoint, whole or not, where the config says that they lie. Raises MesetaError where there is none,
     and the run in run_dir has its checkpoints elsewhere."""
@@ -134,7 +142,7 @@ def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> N
     best so far. Collective."""
 
     def check() -> None:
-        if best_step not in (None, step) and not checkpoint_path(run.checkpoints, best_step).is_dir():
+        if best_step not in (None, step) and not location_is_folder(checkpoint_path(run.checkpoints, best_step)):
             raise MesetaError(
                 f"run_dir {str(run.path)!r}: train.finish is 'best', and step {best_step} was the best so far, but its "
                 "checkpoint was not kept; set train.finish=last, or choose another run_dir"
@@ -180,10 +188,14 @@ def meet_layout(run: RunDir, plan: Plan) -> None:
 
 
 def _config_before(run: RunDir) -> RunConfig | None:
-    """The config that the run went by until now; None where there is none that this version understands."""
-    with suppress(MesetaError):
+    """The config that the run went by until now; None where there is none that this version understands. Raises
+    StorageError if it cannot be read: what it forbids, and what is written in its place, depends on it."""
+    try:
         return run.load_config()
-    return None
+    except StorageError:
+        raise
+    except MesetaError:
+        return None
 
 
 def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:

@@ -18,12 +18,13 @@ from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.config.load import checkpoints_of_run
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.errors import StorageError
 from meseta.machine.environment import commit, version_of
-from meseta.machine.files import append_whole, json_text, move
+from meseta.machine.files import append_whole, is_folder, is_read_failure, is_there, json_text, move
 from meseta.machine.locks import FolderLock
 from meseta.machine.processors import num_cores, this_processor
 from meseta.machine.ranks import note
-from meseta.machine.remote import Location
+from meseta.machine.remote import Location, location_is_folder
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
@@ -100,11 +101,11 @@ class RunDir:
     @property
     def has_begun(self) -> bool:
         """Whether a run has come as far as its first step."""
-        return self._metrics.exists()
+        return is_there(self._metrics)
 
     def lock(self) -> None:
         """Keep other runs out of a directory that exists, until `unlock`. Raises MesetaError where one is in it."""
-        if self.path.is_dir():
+        if is_folder(self.path):
             with self._writing():
                 self._lock.acquire()
 
@@ -113,7 +114,7 @@ class RunDir:
 
         Raises MesetaError where another run is in the directory.
         """
-        if not self.path.is_dir():
+        if not is_folder(self.path):
             return
         self.lock()
         try:
@@ -189,7 +190,7 @@ class RunDir:
         last = newest(self.checkpoints)
         best = None if last is None else self._best_step()
         path = last if best is None else checkpoint_path(self.checkpoints, best)
-        if path is not None and not path.is_dir():
+        if path is not None and not location_is_folder(path):
             raise MesetaError(
                 f"run {str(self.path)!r} has ended with the weights of step {best}, and {str(path)!r} is not there; "
                 "set train.finish to last in its config.yaml to take the newest"
@@ -203,6 +204,8 @@ class RunDir:
                 summary = read_summary(self.path)
                 name = Path((summary and summary.checkpoint) or "").name
                 return int(match["step"]) if (match := NAME.fullmatch(name)) else None
+        except StorageError:
+            raise
         except MesetaError:
             pass  # its config is of another version
         return None
@@ -221,7 +224,10 @@ class RunDir:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise MesetaError(f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}; move it away") from None
+            what = f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}"
+            if is_read_failure(error):
+                raise StorageError(f"{what}; run the command again once it can be read") from None
+            raise MesetaError(f"{what}; move it away") from None
         if spoiled := [line.number for line in lines if line.is_spoiled and line.is_whole]:
             self._say(f"{str(self._metrics)!r}: {told_spoiled(spoiled)} left alone")
         return lines
@@ -229,7 +235,7 @@ class RunDir:
     def load_config(self) -> RunConfig:
         """The config that the run was started with. Raises MesetaError where there is none."""
         file = self.path / "config.yaml"
-        if not file.exists():
+        if not is_there(file):
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
         return load_config(file)
 

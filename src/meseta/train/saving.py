@@ -24,6 +24,7 @@ from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
 from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.errors import StorageError
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.machine.remote import Location
@@ -255,7 +256,10 @@ class Saver:
         world.on_first(lambda: self._keep(kept))
 
     def _keep(self, kept: int | None) -> None:
-        checkpoint.prune(self._folder, self._config.keep_last, kept)
+        try:
+            checkpoint.prune(self._folder, self._config.keep_last, kept)
+        except StorageError as error:  # a file may be needed by what cannot be read now
+            self._notes.append(f"{error}; no checkpoint is deleted for now, and the next save tries again")
         try:
             self._copy_to_mirror()
         except MesetaError as error:  # a network comes back; `copy_all` insists
@@ -264,8 +268,11 @@ class Saver:
     def _copy_to_mirror(self) -> None:
         if self._mirror is not None:
             here = checkpoint.list_checkpoints(self._folder)
-            for whole in (listed.path for listed in here if listed.summary is not None):
-                self._mirror.put(whole)
+            for listed in here:
+                if not listed.is_readable:  # it may be whole, and missing at the mirror
+                    raise StorageError(listed.problem)
+                if listed.summary is not None:
+                    self._mirror.put(listed.path)
             self._mirror.keep([listed.path.name for listed in here])
 
     def notes(self) -> list[str]:

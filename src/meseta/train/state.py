@@ -16,7 +16,7 @@ from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
-from meseta.errors import shown
+from meseta.errors import StorageError, shown
 from meseta.machine.remote import Location
 from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
@@ -112,8 +112,11 @@ def told_of_step(
     cause = None
     if isinstance(error, NonFiniteLoss) and batch is not None:
         cause = find_bad_input(batch, dataset, world)
-    saved = checkpoint.latest(folder)
-    back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
+    try:
+        saved = checkpoint.latest(folder)
+        back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
+    except StorageError as unread:  # less than what is to be told
+        back = str(unread)
     number = done if isinstance(error, LateNonFiniteLoss) else done + 1
     return MesetaError(f"step {number}: {cause or error} ({back})")
 

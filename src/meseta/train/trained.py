@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from meseta import checkpoint
 from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.store.names import named_step
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
@@ -20,6 +21,8 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.selection import calibration_shift
+from meseta.errors import StorageError
+from meseta.machine.files import is_there
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK, FAR_TIERS
@@ -173,7 +176,7 @@ def _encoded_before(run: RunDir, config: RunConfig) -> Dataset:
     """What the run keeps of its data; where an older version did not, the data themselves, if they are still there."""
     kept = Dataset.load(run.path)
     vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
-    if kept.source_form is None or not all((run.path / path).exists() for path in vocabularies):
+    if kept.source_form is None or not all(is_there(run.path / path) for path in vocabularies):
         with suppress(MesetaError):
             if config.data.dir is not None:
                 return Dataset.load(config.data.dir)
@@ -237,6 +240,8 @@ def _find_best(run: RunDir, config: RunConfig) -> Location | None:
     for listed in checkpoint.list_checkpoints(run.checkpoints):
         if listed.summary is not None and listed.summary.step == best.step:
             return listed.path
+        if not listed.is_readable and named_step(listed.path) == best.step:
+            raise StorageError(listed.problem)
     what = (
         "there was no evaluation" if best.step is None else f"step {best.step} was its best, and no checkpoint has it"
     )

@@ -13,6 +13,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.data.dataset.encoding import Encoding, difference, other_rows, unknown
+from meseta.machine.files import is_there
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
@@ -48,7 +49,8 @@ def check_encoding(
     """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
     `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
     """
-    problem, notes = None, []
+    problem: Exception | None = None
+    notes = []
     try:
         before = _recorded(run, checkpoint)
         now = Encoding.of(dataset)
@@ -58,7 +60,7 @@ def check_encoding(
             problem = _other_data(run, dataset, differs, way_out)
         else:
             notes = unknown(before, now)
-    except MesetaError as error:
+    except (MesetaError, OSError) as error:
         problem = error
     world.raise_together(problem)
     if notes and world.rank == 0:
@@ -70,12 +72,12 @@ def check_encoding(
 def check_rows(run: RunDir, dataset: Dataset, world: World) -> None:
     """Raise MesetaError, on all ranks, where the run's folder tells of other rows than those of `dataset`, as far as
     their numbers, their files and what was counted of them say. Collective."""
-    problem = None
+    problem: Exception | None = None
     try:
-        if (run.path / FILE_NAME).exists():
+        if is_there(run.path / FILE_NAME):
             differs = other_rows(Dataset.load(run.path), dataset)
             problem = None if differs is None else _other_data(run, dataset, differs, _ANOTHER_RUN)
-    except MesetaError as error:
+    except (MesetaError, OSError) as error:
         problem = error
     world.raise_together(problem)
 
@@ -100,7 +102,7 @@ def _recorded(run: RunDir, checkpoint: Location | None) -> Encoding | None:
             found = encoding_of(checkpoint)
             if found is not None:
                 return found
-    if not (run.path / FILE_NAME).exists():
+    if not is_there(run.path / FILE_NAME):
         return None
     return Encoding.of(_with_digests_of_source(run, Dataset.load(run.path)))
 

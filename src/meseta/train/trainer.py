@@ -85,22 +85,22 @@ class Trainer:
         """
         torch.manual_seed(config.seed)
         self._unlisted_before = Unlisted.count
-        self.config = config = settle_dense_dtype(config, world)
-        self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
-        self.dataset = open_dataset(config, world)
-        self.dataset.check_labels()
-        self._meet(world.from_first(lambda: resuming.newest_of_run(self.run_dir)))
-        self._attempt = source_of(config.data).attempt(config.run_dir, world)
-        self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
-        self._read_from = resuming.seek(self.reader, self._met)
-        self._trained_to = self.reader.position
-        """Where the reader stands after the last batch that was trained; it may have read further."""
-        self.step = 0
-        self.num_samples = 0
-        self.clock = TrainingClock()
-        self._best_position: tuple[int, int] | None = None
-        self._lr_factor = 1.0
-        with ExitStack() as held:  # given back when the run ends, or here where it is refused
+        with resuming.repeated_reads(config), ExitStack() as held:  # released when the run ends or is refused
+            self.config = config = settle_dense_dtype(config, world)
+            self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
+            self.dataset = open_dataset(config, world)
+            self.dataset.check_labels()
+            self._meet(world.from_first(lambda: resuming.newest_of_run(self.run_dir)))
+            self._attempt = source_of(config.data).attempt(config.run_dir, world)
+            self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
+            self._read_from = resuming.seek(self.reader, self._met)
+            self._trained_to = self.reader.position
+            """Where the reader stands after the last batch that was trained; it may have read further."""
+            self.step = 0
+            self.num_samples = 0
+            self.clock = TrainingClock()
+            self._best_position: tuple[int, int] | None = None
+            self._lr_factor = 1.0
             held.callback(self.run_dir.unlock)
             # Before anything is read: who is refused turns nobody away at the dispatcher.
             self.world.on_first(self.run_dir.lock)
@@ -211,6 +211,7 @@ class Trainer:
                 if self.step > self.saver.saved_step:
                     self._save()
                 self.saver.wait()
+            progress.warn(self.saver.notes())
             if self.saver.stopping:
                 self.saver.copy_all()
                 saved = checkpoint.latest(self.run_dir.checkpoints)
@@ -284,8 +285,7 @@ class Trainer:
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step)
-                for note in self.saver.notes():
-                    progress.say(f"warning: {note}")
+                progress.warn(self.saver.notes())
                 is_due = self.step < self.num_steps
                 if is_due and self._is_evaluation_due():
                     with self.clock.stopped():

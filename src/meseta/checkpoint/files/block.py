@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
+from meseta.checkpoint.failures import broken_file, check_checksum, file_of, read, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.codes import StoredRows, coded_fields, decode_rows
 from meseta.checkpoint.files.layout import ID, BlockSchema
@@ -144,11 +144,12 @@ def read_block(root: Location, schema: BlockSchema, entry: Mapping[str, Any], us
 
     The values lie in memory that this thread's next call for this `use` uses again: to keep them, copy them. They may
     be written to, where they are not from a URL.
-    Raises MesetaError, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows than
-    expected, or other content than its checksum says.
+    Raises DamagedCheckpoint, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows
+    than expected, or other content than its checksum says; StorageError when it cannot be read.
     """
     path = file_of(root, entry)
-    ids, values = _read(path, schema.to_arrow(), schema, entry, use)
+    memory = read(root, path, lambda: read_whole(path, entry["num_bytes"], use))
+    ids, values = _parse(path, memory, schema.to_arrow(), schema, entry)
     first, stop = entry["first_row"], entry["first_row"] + entry["num_rows"]
     if not np.array_equal(ids, np.arange(first, stop)):
         raise broken_file(path, f"must hold the rows {first}..{stop - 1} in order, but its ids are others")
@@ -162,7 +163,8 @@ def read_rows(
     """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
     `read_block` are."""
     path, codes = file_of(root, entry), entry.get("codes") or {}
-    ids, values = _read(path, coded_fields(schema, codes), schema, entry, use)
+    memory = read(root, path, lambda: read_whole(path, entry["num_bytes"], use))
+    ids, values = _parse(path, memory, coded_fields(schema, codes), schema, entry)
     if not (ids[1:] > ids[:-1]).all() or ids[-1] >= block_rows:
         raise broken_file(path, f"must have ids that rise and are below {block_rows}, but its ids are others")
     checksum = digest.of_arrays([ids, *(values[column.name] for column in schema.columns)])
@@ -170,12 +172,11 @@ def read_rows(
     return ids, decode_rows(schema, values, codes)
 
 
-def _read(
-    path: Location, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any], use: Use
+def _parse(
+    path: Location, memory: memoryview, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]
 ) -> tuple[np.ndarray, Values]:
-    """Ids and values of a file with these fields and as many rows as its entry says."""
+    """Ids and values in the content of a file with these fields and as many rows as its entry says."""
     try:
-        memory = read_whole(path, entry["num_bytes"], use)
         content = pa.py_buffer(memory)
         with pa.ipc.open_file(pa.BufferReader(content)) as reader:
             num_batches = reader.num_record_batches

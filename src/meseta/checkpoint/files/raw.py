@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from meseta.checkpoint.failures import broken_file, writing
+from meseta.checkpoint.failures import broken_file, reading, writing
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.machine.files import open_regular
 from meseta.machine.remote import Location, RemotePath
@@ -138,7 +138,8 @@ def read_whole(path: Location, num_bytes: int, use: Use = "file") -> memoryview:
 
 def copy_whole(source: Location, target: Location, num_bytes: int) -> None:
     """Make a file of another one, of `num_bytes`. Raises OSError where the target cannot be written, DamagedCheckpoint
-    where the source is no regular file or has another size: of a stranger's, no more is read."""
+    where the source is no regular file or has another size: of a stranger's, no more is read. Raises StorageError where
+    the source cannot be read."""
     parts = _parts(source, num_bytes + 1)
     if isinstance(target, RemotePath):
         whole = b"".join(parts)
@@ -155,16 +156,17 @@ def copy_whole(source: Location, target: Location, num_bytes: int) -> None:
 def _parts(source: Location, most_bytes: int) -> Iterator[bytes]:
     """At most so much of a file."""
     if isinstance(source, Path):
-        with os.fdopen(open_regular(source), "rb") as file:
+        with reading(source), os.fdopen(open_regular(source), "rb") as file:
             while most_bytes and (part := file.read(min(most_bytes, COPIED_BYTES))):
                 yield part
                 most_bytes -= len(part)
         return
-    size, start = min(source.num_bytes(), most_bytes), 0
-    while start < size:
-        part = source.read(start, min(start + COPIED_BYTES, size))
-        yield part
-        start += len(part)
+    with reading(source):
+        size, start = min(source.num_bytes(), most_bytes), 0
+        while start < size:
+            part = source.read(start, min(start + COPIED_BYTES, size))
+            yield part
+            start += len(part)
 
 
 def _check_copied(source: Location, num_bytes: int, copied: int) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
-from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
+from meseta.checkpoint.failures import broken_file, check_checksum, file_of, read, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import write_cached
 from meseta.errors import one_line
-from meseta.machine.files import has_controls, sync
+from meseta.machine.files import has_controls, read_bounded, sync
 from meseta.machine.remote import Location, RemotePath
 from meseta.spec import MesetaError
 
@@ -53,10 +53,13 @@ def write_tensors(
 
 
 def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
+    """Tensors by name, on the CPU. Raises DamagedCheckpoint if the file is missing, truncated or has other content, and
+    StorageError if it cannot be read."""
     path = file_of(root, entry)
     try:
-        tensors = _load_from(path) if isinstance(path, RemotePath) else load_tensors(path)
+        tensors = _parse(read(root, path, lambda: _content(path, entry["num_bytes"])))
+    except MesetaError:
+        raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise broken_file(path, f"is not a whole safetensors file ({one_line(error)})") from None
     if any(has_controls(name) for name in tensors):
@@ -79,14 +82,18 @@ def check_header(path: Path) -> None:
         _check_header(file.read(8))
 
 
-def _load_from(path: RemotePath) -> dict[str, Tensor]:
-    content = path.read(0, path.num_bytes())
-    _check_header(content[:8])
-    tensors: dict[str, Tensor] = load(content)
-    return tensors
-
-
 def _check_header(begin: bytes) -> None:
     header_bytes = int.from_bytes(begin, "little")
     if header_bytes > _HEADER_BYTES:
         raise ValueError(f"its header has {header_bytes:,} bytes, over {_HEADER_BYTES:,}")
+
+
+def _content(path: Location, num_bytes: int) -> bytes:
+    # Not mapped: a page that cannot be read would end the process.
+    return read_bounded(path, num_bytes) if isinstance(path, Path) else path.read(0, num_bytes)
+
+
+def _parse(content: bytes) -> dict[str, Tensor]:
+    _check_header(content[:8])
+    tensors: dict[str, Tensor] = load(content)
+    return tensors

@@ -19,16 +19,19 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meseta.checkpoint.failures import read
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
 from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
-from meseta.machine.files import move, sync
+from meseta.machine.files import files_below, is_folder, is_link, is_there, move, names_in, status_at, sync, walk_up
 from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
@@ -39,7 +42,8 @@ _UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 
 
 class DirectoryStore:
-    """Checkpoints in a directory. Its methods raise OSError where the system refuses."""
+    """Checkpoints in a directory. Its methods raise OSError where the system refuses, and StorageError where it cannot
+    tell what is there."""
 
     writes_near = False
 
@@ -67,7 +71,7 @@ class DirectoryStore:
             os.close(descriptor)
 
     def _make(self) -> None:
-        if not self.parent.is_dir():
+        if not is_folder(self.parent):
             self.parent.mkdir(parents=True, exist_ok=True)  # another process may make it too
             sync(self.parent.parent)
 
@@ -76,13 +80,13 @@ class DirectoryStore:
         self._make()
         growing = self.growing(step)
         for path in (self.parent / checkpoint_name(step), growing):
-            if path.is_symlink() or (path.exists() and not path.is_dir()):
+            if is_link(path) or (is_there(path) and not is_folder(path)):
                 raise FileExistsError(errno.EEXIST, "there is something of that name that is no folder", str(path))
         for path in self._unfinished():
             shutil.rmtree(path)
         for path in [path for path in self._checkpoints() if path.name.startswith(_OLD)]:
             current = self.parent / path.name.removeprefix(_OLD)
-            if current.exists():
+            if is_there(current):
                 self.discard(path)
             else:
                 move(path, current)
@@ -93,7 +97,7 @@ class DirectoryStore:
 
     def check_shared(self, growing: Path) -> None:
         """Raise MesetaError where this rank does not see what rank 0 has begun."""
-        if not growing.is_dir():
+        if not is_folder(growing):
             raise MesetaError(
                 f"checkpoint {str(self.parent)!r}: this rank does not see what rank 0 made there; "
                 "choose a directory that all hosts share"
@@ -102,15 +106,16 @@ class DirectoryStore:
     def files_of(self, folder: str) -> dict[str, int]:
         """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
         home = self.parent / folder
-        files = [path for path in home.rglob("*") if path.is_file()]
-        return {path.relative_to(home).as_posix(): path.stat().st_size for path in files}
+        found = {path: status_at(path) for path in (files_below(home) if is_folder(home) else ())}
+        regular = {path: status.st_size for path, status in found.items() if status and stat.S_ISREG(status.st_mode)}
+        return {path.relative_to(home).as_posix(): size for path, size in regular.items()}
 
     @contextlib.contextmanager
     def older_file(self, folder: str, inner: str) -> Iterator[Path]:
         """Where to write a file of an older checkpoint, which one that grows needs; it appears by a rename, in a folder
         that is no checkpoint where there is none of the name."""
         home = self.parent / folder
-        if not home.exists():
+        if not is_there(home):
             begun = self.parent / f"{_TEMPORARY}{folder}"
             begun.mkdir()
             (begun / PRUNED).write_text("{}\n")
@@ -133,15 +138,15 @@ class DirectoryStore:
         A former checkpoint of the same step steps aside first. Killed between the two renames, `latest` finds it there.
         """
         write_manifest(growing, manifest, rate)
-        for directory, _, _ in os.walk(growing, topdown=False):
-            sync(Path(directory))
+        for directory, _, _ in walk_up(growing):
+            sync(directory)
         final = self.parent / growing.name.removeprefix(_TEMPORARY)
         former = self.parent / (_OLD + final.name)
-        if final.exists():
+        if is_there(final):
             move(final, former)
         move(growing, final)
         sync(self.parent)
-        if former.exists():
+        if is_there(former):
             self.discard(former)
         return final
 
@@ -159,39 +164,37 @@ class DirectoryStore:
         shutil.rmtree(doomed)
 
     def delete(self, doomed: Sequence[Path]) -> None:
-        """Delete checkpoints, and of those pruned before, but the files that others need."""
+        """Delete checkpoints, and of those pruned before, but the files that others need. Nothing is deleted before all
+        is read that this depends on."""
         needed = needed_files([path for path in self.named() if path not in doomed])
+        pruned = [path for path in self._checkpoints() if _ask(_is_pruned, path) and not _ask(is_link, path)]
+        files = {path: read(path, path, partial(_files_of, path)) for path in (*doomed, *pruned)}
         for path in doomed:
             if needed is None or any(isinstance(file, Path) and file.is_relative_to(path) for file in needed):
                 move(path / MANIFEST_PATH, path / PRUNED)  # it is a checkpoint no more
+                pruned.append(path)
             else:
                 self.discard(path)
         if needed is None:
             return
-        for path in [path for path in self._checkpoints() if _is_pruned(path) and not path.is_symlink()]:
-            files = {file for file in path.rglob("*") if not file.is_dir()} - {path / PRUNED}
-            if files.isdisjoint(needed):
+        for path in pruned:
+            rest = files[path] - {path / PRUNED, path / MANIFEST_PATH}  # one of them in either case
+            if rest.isdisjoint(needed):
                 self.discard(path)
                 continue
-            for file in files - needed:
+            for file in rest - needed:
                 file.unlink()
 
     def remove_all(self) -> None:
         """Delete all checkpoints, and what killed runs left of others."""
         for path in self._checkpoints() + self._unfinished():
-            if not path.is_symlink():
+            if not _ask(is_link, path):
                 self.discard(path)
 
     def named(self) -> list[Path]:
         """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place, and
         none that was passed over."""
-        paths = [
-            path
-            for path in self._checkpoints()
-            if not _is_pruned(path)
-            and not _is_passed_over(path)
-            and not (path.name.startswith(_OLD) and path.with_name(path.name.removeprefix(_OLD)).exists())
-        ]
+        paths = [path for path in self._checkpoints() if _ask(_is_checkpoint, path)]
         return sorted(paths, key=lambda path: (named_step(path), path))
 
     def pass_over(self, path: Path, why: str) -> None:
@@ -203,28 +206,43 @@ class DirectoryStore:
 
     def passed_over(self) -> list[Path]:
         """Those, by name."""
-        return sorted(path for path in self._checkpoints() if _is_passed_over(path))
+        return sorted(path for path in self._checkpoints() if _ask(_is_passed_over, path))
 
     def strangers(self) -> list[Path]:
         """What lies here beside checkpoints and what becomes of them: it is never read, moved or deleted."""
-        if not self.parent.is_dir():
-            return []
         known = {*self._checkpoints(), *self._unfinished()}
-        return sorted(path for path in self.parent.iterdir() if path not in known)
+        return sorted(self.parent / name for name in self._names() if self.parent / name not in known)
 
     def _checkpoints(self) -> list[Path]:
-        there = self.parent.iterdir() if self.parent.is_dir() else ()
-        return [path for path in there if NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [self.parent / name for name in self._names() if NAME.fullmatch(name)]
+        return [path for path in paths if _ask(is_folder, path)]
 
     def _unfinished(self) -> list[Path]:
-        there = self.parent.iterdir() if self.parent.is_dir() else ()
-        return [path for path in there if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+        paths = [self.parent / name for name in self._names() if _UNFINISHED.fullmatch(name)]
+        return [path for path in paths if _ask(is_folder, path) and not _ask(is_link, path)]
+
+    def _names(self) -> list[str]:
+        return read(None, self.parent, lambda: names_in(self.parent))
+
+
+def _ask(question: Callable[[Path], bool], path: Path) -> bool:
+    """Return the answer to a question about the checkpoint at `path`."""
+    return read(path, path, lambda: question(path))
+
+
+def _files_of(path: Path) -> set[Path]:
+    return {file for file in files_below(path) if not is_folder(file)}  # no links to folders
+
+
+def _is_checkpoint(path: Path) -> bool:
+    is_former = path.name.startswith(_OLD) and is_there(path.with_name(path.name.removeprefix(_OLD)))
+    return not (is_former or _is_pruned(path) or _is_passed_over(path))
 
 
 def _is_passed_over(path: Path) -> bool:
-    return os.path.lexists(path / PASSED_OVER)
+    return status_at(path / PASSED_OVER, follow=False) is not None
 
 
 def _is_pruned(path: Path) -> bool:
     """Whether a folder holds but files that newer checkpoints need, or did."""
-    return (path / PRUNED).exists() and not (path / MANIFEST_PATH).exists()
+    return is_there(path / PRUNED) and not is_there(path / MANIFEST_PATH)

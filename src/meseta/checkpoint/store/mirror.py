@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import file_of, malformed
+from meseta.checkpoint.failures import file_of, malformed, read_error
 from meseta.checkpoint.files.paths import NAME, split_path
 from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.manifest import (
@@ -27,7 +27,8 @@ from meseta.checkpoint.manifest import (
 )
 from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import CheckpointStore, store_at
-from meseta.machine.remote import Location, RemotePath, read_document, remote_errors
+from meseta.machine.files import is_read_failure
+from meseta.machine.remote import Location, RemotePath, location_exists, read_document, remote_errors
 from meseta.spec import MesetaError
 
 
@@ -71,7 +72,7 @@ class Mirror:
         manifest = read_manifest(path)
         former = self._store.parent / path.name
         with self._told():
-            if (former / MANIFEST_PATH).exists():
+            if location_exists(former / MANIFEST_PATH):
                 found = self._find(path.name)
                 if found is not None and found.manifest == manifest:
                     return
@@ -109,7 +110,7 @@ class Mirror:
             raise MesetaError(f"checkpoint {str(parent)!r}: {error.strerror or error}; make room there") from None
 
     def _find(self, name: str) -> Mirrored | None:
-        """None where there is none, or half of one, or another format."""
+        """None where there is none, or half of one, or another format. Raises StorageError if a read fails."""
         path = self._store.parent / name
         where = f"checkpoint file {str(path / MANIFEST_PATH)!r}"
         try:
@@ -117,6 +118,8 @@ class Mirror:
         except FileNotFoundError:
             return None
         except OSError as error:
+            if is_read_failure(error):  # nobody knows whether there is one
+                raise read_error(path / MANIFEST_PATH, error) from None
             return Mirrored(name=name, manifest=None, problem=str(malformed(where, str(error.strerror))))
         try:
             manifest = parse_manifest(where, content)

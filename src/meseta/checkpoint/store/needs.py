@@ -8,19 +8,23 @@ from pathlib import Path
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files.paths import split_path
 from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.errors import StorageError
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 
 def needed_files(checkpoints: Iterable[Location]) -> set[Location] | None:
     """Files that these checkpoints need, their own and others'; None where one is of a later version, of which nobody
-    here knows what it needs. A damaged one needs nothing any more."""
+    here knows what it needs. A damaged one needs nothing any more. Raises StorageError if a manifest cannot be read:
+    then any file may be needed."""
     needed: set[Location] = set()
     for path in checkpoints:
         try:
             needed |= {lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
         except DamagedCheckpoint:
             continue
+        except StorageError:
+            raise
         except MesetaError:
             return None
     return needed

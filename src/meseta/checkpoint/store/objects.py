@@ -7,17 +7,18 @@ manifest names, or parts of an upload; the next save collects it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from meseta.checkpoint.failures import taken
+from meseta.checkpoint.failures import has_file, read, taken
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
 from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
+from meseta.errors import StorageError
 from meseta.machine.remote import RemotePath
 
 
@@ -36,11 +37,15 @@ class ObjectStore:
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""
         growing = self.growing(step)
-        if (growing / PASSED_OVER).exists():
+        if has_file(growing, PASSED_OVER):
             self.discard(growing)
-        if (growing / MANIFEST_PATH).exists():
+        if has_file(growing, MANIFEST_PATH):
             raise taken(growing)
-        self.collect()
+        try:
+            self.collect()
+        except StorageError:
+            if growing.files():  # they would be taken for another run's
+                raise
         return growing
 
     def alone(self) -> AbstractContextManager[None]:
@@ -71,10 +76,12 @@ class ObjectStore:
         """Leave what has not become a checkpoint to the next save: the store may be out of reach, or another run's."""
 
     def delete(self, doomed: Sequence[RemotePath]) -> None:
-        """Delete checkpoints, their manifests first, but the files that others need."""
+        """Delete checkpoints, their manifests first, but the files that others need. Nothing is deleted before all is
+        read that this depends on."""
+        unneeded = self._unneeded(doomed)
         for path in doomed:
             (path / MANIFEST_PATH).delete()
-        self.collect()
+        self._remove(unneeded)
 
     def discard(self, path: RemotePath) -> None:
         """Delete a checkpoint, its manifest first, whoever may need its files."""
@@ -89,8 +96,8 @@ class ObjectStore:
 
     def named(self) -> list[RemotePath]:
         """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
-        checkpoints = [path for path in self._folders() if (path / MANIFEST_PATH).exists()]
-        return [path for path in checkpoints if not (path / PASSED_OVER).exists()]
+        checkpoints = [path for path in self._folders() if has_file(path, MANIFEST_PATH)]
+        return [path for path in checkpoints if not has_file(path, PASSED_OVER)]
 
     def pass_over(self, path: RemotePath, why: str) -> None:
         """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
@@ -98,7 +105,7 @@ class ObjectStore:
 
     def passed_over(self) -> list[RemotePath]:
         """Those, by rising step."""
-        return [path for path in self._folders() if (path / PASSED_OVER).exists()]
+        return [path for path in self._folders() if has_file(path, PASSED_OVER)]
 
     def strangers(self) -> list[RemotePath]:
         """None are told of: a store may hold anything beside."""
@@ -107,23 +114,34 @@ class ObjectStore:
     def collect(self) -> None:
         """Delete what killed runs left: unfinished uploads, and files of checkpoints that no manifest names. Nothing is
         deleted of a checkpoint that is damaged, and no file where one is of a later version."""
-        self.parent.drop_uploads()
+        self._remove(self._unneeded())
+
+    def _unneeded(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
+        """Files that no manifest but those of `doomed` names, by folder; `None` for a folder with no other file."""
         paths = self._folders()
-        files = {path: {path / inner for inner in path.files()} for path in paths}
+        files = {path: {path / inner for inner in read(path, path, path.files)} for path in paths}
         paths = [path for path in paths if path / PASSED_OVER not in files[path]]  # others are left alone
-        checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path]]
+        checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path] and path not in doomed]
         needed = needed_files(checkpoints)
         if needed is None:
-            return
+            return {}
+        unneeded: dict[RemotePath, set[RemotePath] | None] = {}
         for path in paths:
             if path in checkpoints and path / DENSE_PATH not in needed:
                 continue  # damaged
-            if files[path].isdisjoint(needed):
+            is_whole = files[path].isdisjoint(needed)
+            unneeded[path] = None if is_whole else files[path] - needed - {path / MANIFEST_PATH}
+        return unneeded
+
+    def _remove(self, unneeded: Mapping[RemotePath, Collection[RemotePath] | None]) -> None:
+        self.parent.drop_uploads()
+        for path, files in unneeded.items():
+            if files is None:
                 path.delete(below=True)
-                continue
-            for file in files[path] - needed - {path / MANIFEST_PATH}:
+            for file in files or ():
                 file.delete()
 
     def _folders(self) -> list[RemotePath]:
-        names = [name for name in self.parent.folders() if (match := NAME.fullmatch(name)) and not match["old"]]
+        folders = read(None, self.parent, self.parent.folders)
+        names = [name for name in folders if (match := NAME.fullmatch(name)) and not match["old"]]
         return sorted((self.parent / name for name in names), key=named_step)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from meseta.checkpoint.failures import DamagedCheckpoint, check_files
+from meseta.checkpoint.failures import DamagedCheckpoint, check_files, has_file, read
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
+from meseta.errors import StorageError
+from meseta.machine.files import names_in
 from meseta.machine.remote import Location, RemotePath, locate
 from meseta.spec import MesetaError
 
@@ -91,12 +94,14 @@ def latest(parent: Location | str) -> Location | None:
 
     Temporary directories, and directories that lack their manifest or a file, are passed over. One whose manifest
     cannot be understood (damaged, or of another version) is not: `load` then says so, which is better than going back
-    in silence.
+    in silence. Raises StorageError where a read fails, so that nobody knows which one is newest.
     """
     for path in reversed(named(parent)):
-        if (path / MANIFEST_PATH).exists():
+        if has_file(path, MANIFEST_PATH):
             try:
                 manifest = read_manifest(path)
+            except StorageError:
+                raise
             except MesetaError:
                 return path
             if _has_files(path, manifest):
@@ -108,9 +113,12 @@ def newest(parent: Location | str) -> Location | None:
     """The checkpoint of the highest step in `parent`, whole or not, None when there is none.
 
     What a run goes on from: `load` refuses it where it is damaged, and nothing goes back to an older one in silence.
+    Raises StorageError where a read fails, so that nobody knows which one is newest.
     """
-    found = [path for path in named(parent) if not isinstance(path, Path) or any(path.iterdir())]
-    return found[-1] if found else None
+    for path in reversed(named(parent)):
+        if not isinstance(path, Path) or read(path, path, partial(names_in, path)):
+            return path
+    return None
 
 
 def prune(parent: Location | str, keep_last: int, keep_step: int | None = None) -> list[Location]:
@@ -118,7 +126,7 @@ def prune(parent: Location | str, keep_last: int, keep_step: int | None = None) 
 
     The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. Files that
     others need stay until those are gone. To be called by one rank. Raises MesetaError when `keep_last` is below 1 or a
-    checkpoint cannot be deleted.
+    checkpoint cannot be deleted, and StorageError, having deleted no file of any, when a read fails.
     """
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
@@ -156,5 +164,7 @@ def _has_files(path: Location, manifest: Mapping[str, Any]) -> bool:
 def _is_whole(path: Location) -> bool:
     try:
         return _has_files(path, read_manifest(path))
+    except StorageError:
+        raise
     except MesetaError:
         return False

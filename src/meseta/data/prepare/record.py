@@ -11,7 +11,7 @@ from typing import Any
 
 from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
-from meseta.machine.files import parse_json, plain_data
+from meseta.machine.files import parse_json, plain_data, read_if_there
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
@@ -55,11 +55,13 @@ def save_record(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """What `save_record` has written; None where there is no such file, or something else in it."""
+    """What `save_record` has written; None where there is no such file, or something else in it. Raises StorageError
+    if reading failed."""
+    content = read_if_there(folder / RECORD_NAME)
     try:
-        record = parse_json((folder / RECORD_NAME).read_bytes(), finite=False)
+        record = parse_json(content or b"", finite=False)
         return {"options": dict(record["options"]), "sources": dict(record["sources"])}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

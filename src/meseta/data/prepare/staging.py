@@ -13,7 +13,8 @@ from typing import Any
 
 from meseta.data.dataset.dataset import FILE_NAME
 from meseta.data.prepare.record import load_record, save_record
-from meseta.machine.files import is_full, move, parse_json, plain_data, sync_all
+from meseta.errors import StorageError
+from meseta.machine.files import is_full, move, parse_json, plain_data, read_if_there, sync_all
 from meseta.machine.locks import try_lock
 from meseta.machine.system import boot_id
 from meseta.spec import MesetaError
@@ -38,10 +39,11 @@ class Staging:
         self._committed_s = time.monotonic()
 
     def _load(self) -> dict[str, Any]:
+        content = read_if_there(self.folder / JOURNAL)  # of which a failed read must not look like no work so far
         try:
-            journal = parse_json((self.folder / JOURNAL).read_bytes(), finite=False)
+            journal = parse_json(content or b"", finite=False)
             return dict(journal["state"]) if journal["key"] == self._key else {}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return {}
 
     def commit(self, state: Mapping[str, Any]) -> None:
@@ -82,7 +84,7 @@ class Staging:
 def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Staging]:
     """Gives `out`.tmp to write into and renames it to `out` at the end; `record` ends up in it as prepare.json.
 
-    A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a disk that fails) it stays if
+    A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a read that fails) it stays if
     something was committed, and the next call with an equal `record` and `force`, on a machine that was not restarted
     since, is given it with that state. It may be complete already; then there is nothing to write.
 
@@ -117,7 +119,8 @@ def _kept_if_useful(staging: Staging) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        useless = isinstance(error, MesetaError) or (isinstance(error, OSError) and is_full(error))
+        is_told = isinstance(error, MesetaError) and not isinstance(error, StorageError)  # it would come again
+        useless = is_told or (isinstance(error, OSError) and is_full(error))
         if useless or not (staging.state or staging.is_complete):
             shutil.rmtree(staging.folder, ignore_errors=True)
         raise

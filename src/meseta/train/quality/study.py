@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from meseta.config import check_document, read_document, set_default
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, plain_data, read_bounded, write_whole
+from meseta.machine.files import is_there, parse_json, plain_data, read_bounded, read_if_there, write_whole
 from meseta.machine.own_code import say_own
 from meseta.report.quality.outcome import ConfigScores, Ground, SeedScore
 from meseta.spec import MesetaError
@@ -82,10 +83,11 @@ class SuiteRun:
         return self.score() is not None if self.reads_test else self.is_trained()
 
     def score(self) -> SeedScore | None:
-        """None where it has none yet."""
+        """None where it has none yet. Raises StorageError if reading failed."""
+        content = read_if_there(self.score_file)
         try:
-            return SeedScore.model_validate(parse_json(read_bounded(self.score_file)))
-        except (OSError, ValueError):
+            return None if content is None else SeedScore.model_validate(parse_json(content))
+        except ValueError:
             return None
 
     def forget_weights(self) -> None:
@@ -305,15 +307,14 @@ def claim(file: Path, document: Mapping[str, Any]) -> None:
     """Write what something is made of, or make sure that it was made of the same. Raises MesetaError where it was
     not."""
     document = plain_data({"format": FORMAT, **document})
-    try:
-        if parse_json(read_bounded(file)) == document:
-            return
-    except FileNotFoundError:
+    if not is_there(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(document, indent=1) + "\n")
         return
-    except (OSError, ValueError):
-        pass
+    content = read_if_there(file)
+    with suppress(ValueError):
+        if content is not None and parse_json(content) == document:
+            return
     raise MesetaError(
         f"quality: {str(file.parent)!r} holds what was trained otherwise; delete it, or choose another --out"
     )

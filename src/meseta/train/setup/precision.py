@@ -12,6 +12,7 @@ from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
+from meseta.errors import StorageError
 from meseta.machine.processors import this_processor
 from meseta.spec import MesetaError
 from meseta.spec.tables import DenseDtype
@@ -83,6 +84,8 @@ def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
             state = newest.manifest["state"]
         else:
             return False, None
+    except StorageError:
+        raise
     except MesetaError:  # told, with the way out, where the checkpoint is loaded
         return True, None
     former = state.get(STATE)

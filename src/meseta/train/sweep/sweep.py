@@ -10,6 +10,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import yaml
 from meseta.config import RunConfig, check_document, read_document
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import Encoding, difference, other_rows
-from meseta.machine.files import parse_json, plain_data, read_bounded, write_whole
+from meseta.machine.files import is_there, parse_json, plain_data, read_if_there, write_whole
 from meseta.machine.own_code import say_own
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
@@ -263,14 +264,13 @@ def _check_data(trial: Trial, config: RunConfig) -> None:
 def _read(out: Path) -> dict[str, Any] | None:
     """What a sweep left in its folder."""
     file = out / "sweep.json"
-    try:
-        document = parse_json(read_bounded(file))
+    if not is_there(file):
+        return None
+    content = read_if_there(file)
+    with suppress(ValueError, TypeError, KeyError):
+        document = parse_json(content or b"")
         if document["format"] == FORMAT and isinstance(document["trials"], list):
             return dict(document)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
     raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, read_bounded
+from meseta.machine.files import parse_json, read_if_there
 from meseta.telemetry.lines import EvalLine
 from meseta.train.run_dir import TRIALS, RunDir
 from meseta.train.trainer import Trainer
@@ -65,10 +65,11 @@ def _try(config: RunConfig, dataset: Dataset, rate: float, world: World) -> floa
 
 
 def _ended(trial: RunDir) -> EvalLine | None:
-    """What a trial has found; None where it has not ended."""
+    """What a trial has found; None where it has not ended. Raises StorageError if reading failed."""
+    content = read_if_there(trial.path / _ENDED)
     try:
-        return EvalLine.model_validate(parse_json(read_bounded(trial.path / _ENDED)))
-    except (OSError, ValueError):
+        return None if content is None else EvalLine.model_validate(parse_json(content))
+    except ValueError:
         return None
 
 
