@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -22,6 +23,7 @@ from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.served.connection import Connection, Unreachable
+from meseta.data.read.served.credentials import credentials_for
 from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, Keys, ServerKeys
 from meseta.data.read.served.reader import ServedReader, Service
 from meseta.data.read.served.service import Dispatcher
@@ -106,14 +108,14 @@ def test_names_that_no_host_has(host: str, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_no_half_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = key_folder._write
+    write = key_folder.write_secret
 
-    def fill(path: Path, content: bytes, mode: int) -> None:
+    def fill(path: Path, *content: Any) -> None:
         if path.name == TOKEN:
             raise OSError(28, "No space left on device")
-        write(path, content, mode)
+        write(path, *content)
 
-    monkeypatch.setattr(key_folder, "_write", fill)
+    monkeypatch.setattr(key_folder, "write_secret", fill)
     with pytest.raises(MesetaError, match="No space left on device"):
         make_keys(tmp_path / "keys", HOSTS, days=9)
     assert not list(tmp_path.iterdir())
@@ -244,7 +246,7 @@ def strange(data: Dataset) -> Iterator[Callable[[ServerKeys | None], str]]:
     started = []
 
     def start(keys: ServerKeys | None) -> str:
-        started.append(DispatchServer(Endpoint(keys=keys), Catalog({"click": data.dir}), LeaseTable()))
+        started.append(DispatchServer(Endpoint(credentials=keys), Catalog({"click": data.dir}), LeaseTable()))
         return started[-1].url
 
     yield start
@@ -306,8 +308,9 @@ def test_who_is_not_there(folder: Path) -> None:
 
 def test_a_fault_is_looked_for_and_not_made_up(tier: Tier, strange: Callable[..., str]) -> None:
     """A call that fails for once, though all is as it should be, may be tried again."""
-    for url, keys in ((tier.dispatcher.url, tier.endpoint.keys), (strange(None), None)):
-        connection = Connection("dispatcher", url, keys)
+    plain = strange(None)
+    for url, credentials in ((tier.dispatcher.url, tier.endpoint.credentials), (plain, credentials_for(plain))):
+        connection = Connection("dispatcher", url, credentials)
         with pytest.raises(Unreachable, match=r"it has not answered, or broke off$"), connection.told():
             raise flight.FlightUnavailableError("Socket closed")
 
@@ -380,9 +383,9 @@ def test_malformed_tickets_of_those_who_are_let_in(tier: Tier, folder: Path) -> 
 def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CALLS", 0)
     with pytest.raises(Unreachable, match=r"failed: 0 calls are being answered, the most at a time$"):
-        Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe(None)
+        Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe(None)
     monkeypatch.setattr(listening, "MOST_CALLS", 8)
-    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.keys)
+    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials)
     for _ in range(20):  # each leaves
         dispatcher.describe(None)
 
@@ -398,7 +401,7 @@ def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, fol
         next(batches)
         port = tier.dispatcher.port
         tier.dispatcher.end()
-        again = DispatchServer(Endpoint(port=port, keys=ServerKeys.load(others)), catalog, LeaseTable())
+        again = DispatchServer(Endpoint(port=port, credentials=ServerKeys.load(others)), catalog, LeaseTable())
         try:
             assert "has another certificate" in refusal(lambda: list(batches), folder, others)
         finally:

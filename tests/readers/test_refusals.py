@@ -28,7 +28,7 @@ from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, R
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
-from meseta.machine.remote import checked_url
+from meseta.machine.addresses import checked_url
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.tier import Tier, running
@@ -65,6 +65,8 @@ def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
         Endpoint.of(listen)
     assert Endpoint.of("localhost:80") == Endpoint(port=80)
+    with pytest.raises(MesetaError, match=r"without keys an address is one of this machine"):
+        Endpoint.of("127.0.0.1:7077", "host7")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe("click")
+    description = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe("click")
     session = Session(
         rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )
@@ -224,18 +226,21 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
     ticket = ticket_of(tier)
     reader = flight.connect(tier.readers[0].url)
     dispatcher = flight.connect(tier.dispatcher.url)
+    header = tier.dispatcher.credentials.header().encode()
+    options = flight.FlightCallOptions(headers=[(b"authorization", header)])
     for _ in range(GROUP // 2):
         content = spoiled(draw, json.loads(json.dumps(ticket)))
         with ToldQuietly():
-            for chunk in reader.do_get(flight.Ticket(content)):
+            for chunk in reader.do_get(flight.Ticket(content), options):
                 assert chunk.data.num_rows <= NUM_ROWS  # a good ticket for a larger window is one, too
         with ToldQuietly():
             list(
                 dispatcher.do_action(
-                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content)
+                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content),
+                    options,
                 )
             )
-    rows = sum(chunk.data.num_rows for chunk in reader.do_get(flight.Ticket(json.dumps(ticket).encode())))
+    rows = sum(chunk.data.num_rows for chunk in reader.do_get(flight.Ticket(json.dumps(ticket).encode()), options))
     assert rows > 0, "and those that are as they should be are answered as before"
 
 

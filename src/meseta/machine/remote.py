@@ -1,5 +1,4 @@
-"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...); and what
-an address of a process is."""
+"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...)."""
 
 from __future__ import annotations
 
@@ -14,46 +13,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Union
-from urllib.parse import urlsplit
 
-from meseta.errors import MesetaError, StorageError, one_line, shown
+from meseta.errors import MesetaError, StorageError, one_line
 from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
 """What file systems call the time of the last change, or something else that changes with the content."""
-PLAIN, ENCRYPTED = "grpc", "grpc+tls"
-"""Schemes of `checked_url`."""
 
 
 def is_url(name: object) -> bool:
     """Whether fsspec reads it; anything else is a path on this machine."""
     return "://" in str(name)
-
-
-def checked_url(url: str) -> str:
-    """An address of a process that reads rows for others, such as grpc://127.0.0.1:7077, or grpc+tls://host7:7077 where
-    there are keys. Raises MesetaError for anything else."""
-    try:
-        parts = urlsplit(url)
-        is_known = parts.scheme in (PLAIN, ENCRYPTED)
-        is_whole = is_known and parts.hostname and parts.port and not (parts.path or parts.query)
-    except ValueError:  # a port that is no number
-        is_whole = False
-    if not is_whole or len(url) > 1024:
-        raise MesetaError(f"readers: an address is {PLAIN}://HOST:PORT, or {ENCRYPTED}://HOST:PORT, got {shown(url)}")
-    return url
-
-
-def check_encryption(url: str, *, has_keys: bool) -> None:
-    """Raise MesetaError unless an address is encrypted where there are keys, and only there."""
-    if url.startswith(f"{ENCRYPTED}://") == has_keys:
-        return
-    if has_keys:
-        way = f"with keys an address is {ENCRYPTED}://HOST:PORT; start it with --keys, or leave the keys out here"
-    else:
-        way = "it takes keys; name their folder, by --keys DIR or data.service.keys=DIR (`meseta readers keys`)"
-    raise MesetaError(f"readers: {shown(url)}: {way}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pyarrow import flight
 
 from meseta.data.read.served.connection import as_flight_error
+from meseta.data.read.served.keys import Keys
 from meseta.data.read.served.messages import (
     Beat,
     BeatAnswer,
@@ -18,6 +19,7 @@ from meseta.data.read.served.messages import (
     TableRequest,
     TierStatus,
 )
+from meseta.machine.addresses import check_reachable
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import Endpoint, OwnServer
@@ -71,7 +73,9 @@ class DispatchServer(OwnServer):
             case "lease":
                 return self._leases.lease(LeaseRequest.from_bytes(body, sender))
             case "beat":
-                self._leases.beat(Beat.from_bytes(body, sender))
+                beat = Beat.from_bytes(body, sender)
+                check_reachable(beat.reader, has_keys=isinstance(self.credentials, Keys))
+                self._leases.beat(beat)
                 return BeatAnswer(datasets=self._catalog.folders)
             case "status":
                 return self.status()
