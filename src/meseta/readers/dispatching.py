@@ -20,6 +20,7 @@ from meseta.data.read.served.messages import (
     TierStatus,
 )
 from meseta.machine.addresses import check_reachable
+from meseta.readers.cancelling import check_of
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import Endpoint, OwnServer
@@ -42,7 +43,7 @@ class DispatchServer(OwnServer):
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of ACTIONS, whose body is a Message."""
         try:
-            answer = self._answer(action.type, action.body.to_pybytes(), f"peer {context.peer()}")
+            answer = self._answer(action.type, action.body.to_pybytes(), context)
         except Exception as error:
             raise as_flight_error(error) from None
         if isinstance(answer, Message):
@@ -62,12 +63,13 @@ class DispatchServer(OwnServer):
             num_moved=dict(self._leases.num_moved),
         )
 
-    def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
+    def _answer(self, what: str, body: bytes, context: flight.ServerCallContext) -> Message | bytes | Iterator[bytes]:
+        sender = f"peer {context.peer()}"
         match what:
             case "describe":
                 return self._catalog.describe(DescribeRequest.from_bytes(body, sender).dataset)
             case "count":
-                return self._catalog.count(CountRequest.from_bytes(body, sender).rows)
+                return self._catalog.count(CountRequest.from_bytes(body, sender).rows, check_of(context))
             case "table":
                 return self._catalog.table(TableRequest.from_bytes(body, sender))
             case "lease":
