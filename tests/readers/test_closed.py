@@ -34,7 +34,8 @@ from meseta.readers.key_folder import make_keys
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
-from readers.test_refusals import ToldQuietly, spoiled, ticket_of
+from readers.spoiled import spoiled
+from readers.test_refusals import ToldQuietly, ticket_of
 from readers.tier import Tier, digest, running
 
 OPTIONS = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)

@@ -31,6 +31,7 @@ from meseta.data.read.served.service import Dispatcher
 from meseta.machine.addresses import checked_url
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
+from readers.spoiled import spoiled
 from readers.tier import Tier, running
 from sampling import sample
 
@@ -189,35 +190,6 @@ def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
     )
     ticket = WindowTicket(session=session, epoch=0, window=0, begin=0, batch_size=50, last_batch="keep")
     return {**json.loads(ticket.to_bytes()), **changes}
-
-
-def spoiled(draw: random.Random, ticket: dict[str, Any]) -> bytes:
-    """A ticket with one thing wrong, or no ticket at all."""
-    places: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
-        for key in value if isinstance(value, dict) else range(len(value)):
-            places.append((value, key))
-            if isinstance(value[key], dict | list):
-                walk(value[key])
-
-    walk(ticket)
-    where, key = draw.choice(places)
-    odd = [None, -1, 1 << 60, 1.5, "", "../../etc/passwd", "x" * 5000, [], {}, True, "\ud800", float("1e308")]
-    match draw.randrange(5):
-        case 0:
-            where[key] = draw.choice(odd)
-        case 1 if isinstance(where, dict):
-            del where[key]
-        case 2 if isinstance(where, dict):
-            where["more"] = draw.choice(odd)
-        case 3:
-            content = bytearray(json.dumps(ticket).encode())
-            content[draw.randrange(len(content))] = draw.randrange(256)
-            return bytes(content)
-        case _:
-            return draw.choice([b"", b"\0" * 100, b"[" * 100_000, b"{}", os.urandom(200), b" " * 2_000_000])
-    return json.dumps(ticket).encode()
 
 
 @pytest.mark.parametrize("seed", sample(range(NUM_MALFORMED // GROUP), 1, seed=0))
