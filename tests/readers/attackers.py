@@ -19,13 +19,17 @@ from readers.spoiled import spoiled
 
 NOBODY = 65_534
 KINDS = ("beat", "ticket", "filter", "address")
+BEAT = {"reader": "grpc://127.0.0.1:7077", "held_bytes": 0, "buffer_bytes": 1, "num_rows": 0, "num_windows": 0,
+        "num_again": {}, "busy_s": 0.0, "is_leaving": False}  # fmt: skip
 ODD_ADDRESSES = (
-    "http://x", "file:///etc/passwd", "grpc://", "grpc://x", "grpc://10.0.0.1:7077", "grpc+tls://127.0.0.1:7077",
+    "http://x", "file:///etc/passwd", "grpc://", "grpc://x",
     "grpc://127.0.0.1:7077/path", "grpc://a\n127.0.0.1:7077", "\tgrpc://127.0.0.1:7077", "grpc://127.0.0.1:7077\n",
     "grpc://127.0.0.1\x00:7077", "grpc://127.0.0.1\x7f:7077", "grpc://user@127.0.0.1:7077", "grpc://[::1", "grpc://[]:1",
     "grpc://\u202e127.0.0.1:7077", "grpc://١٢٧.0.0.1:7077", "grpc://127.0.0.1:٧٠٧٧", "grpc://" + "a" * 900 + ":1",
     "unix:///tmp/socket", "grpc+unix:///tmp/socket", "grpc://127.0.0.1:0", "grpc://127.0.0.1:65536", "", " ",
 )  # fmt: skip
+ADDRESSES_ELSEWHERE = ("grpc://10.0.0.1:7077", "grpc://host7:7077", "grpc+tls://127.0.0.1:7077")
+"""Valid, and no addresses of readers without keys."""
 HEADERS = ("", "Bearer", "Bearer ", "Bearer wrong", "Basic dTpw", "Bearer " + "A" * 43, "Bearer " + "A" * 4000)
 
 
@@ -133,7 +137,7 @@ def large_numbers(draw: random.Random, ticket: dict[str, Any]) -> dict[str, Any]
 def mutated_address(draw: random.Random) -> str:
     """No address of this machine."""
     if draw.random() < 0.3:
-        return draw.choice(ODD_ADDRESSES)
+        return draw.choice([*ODD_ADDRESSES, *ADDRESSES_ELSEWHERE])
     text = list("grpc://127.0.0.1:7077")
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(text))

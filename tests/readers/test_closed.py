@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.served.connection import Connection, Unreachable
-from meseta.data.read.served.credentials import credentials_for
+from meseta.data.read.served.credentials import credentials_for, new_token
 from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, Keys, ServerKeys
 from meseta.data.read.served.reader import ServedReader, Service
 from meseta.data.read.served.service import Dispatcher
@@ -358,6 +359,20 @@ def test_no_call_comes_through_without_the_token(
         assert token[:-1] not in str(refused.value)
     # Each was held against the right one in constant time, as those of the reader's beats meanwhile.
     assert compared.count((sent.encode(), f"Bearer {token}".encode())) == len(calls)
+
+
+@pytest.mark.parametrize("which", ["dispatcher", "reader"])
+def test_no_call_comes_through_without_keys_and_token(data: Dataset, which: str) -> None:
+    with running({"click": data.dir}, 1) as plain:
+        server = plain.dispatcher if which == "dispatcher" else plain.readers[0]
+        for header in (None, "Bearer ", f"Bearer {new_token().decode()}"):
+            headers = [] if header is None else [(b"authorization", header.encode())]
+            options = flight.FlightCallOptions(timeout=5, headers=headers)
+            client = flight.connect(server.url)
+            handshake = partial(client.authenticate_basic_token, "user", "password", options)
+            for call in (*every_call(client, options), handshake):
+                with pytest.raises((flight.FlightError, OSError), match=r"has authorization: .*Unauthenticated"):
+                    call()
 
 
 def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, others: Path) -> None:

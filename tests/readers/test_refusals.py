@@ -18,19 +18,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import flight
 
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.rows import Rows
 from meseta.data.read.served.connection import Unreachable
-from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, RowsAsked, Session, WindowTicket
+from meseta.data.read.served.messages import ANSWER_BYTES, Beat, DatasetDescription, RowsAsked, Session, WindowTicket
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
-from meseta.machine.addresses import checked_url
+from meseta.machine.addresses import checked_url, host_and_port
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
+from readers.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES
 from readers.spoiled import spoiled
 from readers.tier import Tier, running
 from sampling import sample
@@ -71,11 +74,32 @@ def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:1", "grpc://", "grpc://host", "http://a:1", "grpc://a:x", "grpc://a:1/path"]
+    "url", ["127.0.0.1:1", "grpc://host", "http://a:1", "grpc://a:x", "grpc://a..b:1", "grpc://-a:1", *ODD_ADDRESSES]
 )
 def test_addresses(url: str) -> None:
-    with pytest.raises(MesetaError, match="grpc://HOST:PORT"):
+    with pytest.raises(MesetaError, match="grpc://HOST:PORT") as refused:
         checked_url(url)
+    assert str(refused.value).isprintable()
+
+
+@given(st.text(max_size=40) | st.from_regex(r"grpc(\+tls)?://[^/]{1,30}:[0-9]{1,5}\s?", fullmatch=True))
+def test_an_address_has_no_control_characters(url: str) -> None:
+    try:
+        host, port = host_and_port(url)
+    except MesetaError:
+        return
+    assert url.isascii() and url.isprintable() and " " not in url and 0 < port < 65536
+    scheme, _, rest = url.partition("://")
+    assert scheme in ("grpc", "grpc+tls")
+    assert rest.rpartition(":")[0] in (host, f"[{host}]") and int(rest.rpartition(":")[2]) == port
+
+
+@pytest.mark.parametrize("url", ADDRESSES_ELSEWHERE)
+def test_without_keys_readers_are_on_this_machine(tier: Tier, url: str) -> None:
+    before = tier.leases.readers()
+    with pytest.raises(MesetaError, match=re.escape(f"readers: {url!r}: ")):
+        Dispatcher(tier.dispatcher.url).beat(Beat(**BEAT | {"reader": url}))
+    assert [reader.reader for reader in tier.leases.readers()] == [reader.reader for reader in before]
 
 
 def test_a_dispatcher_that_is_not_there() -> None:

@@ -20,15 +20,13 @@ from forked import forking
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.served.reader import ServedReader
-from readers.attackers import Attack, Outcome, attack
+from readers.attackers import BEAT, Attack, Outcome, attack
 from readers.test_refusals import ticket_of
 from readers.tier import Tier, digest, running
 from small_run import final_checksum, settings, train, write_config
 
 OPTIONS = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)
 MAX_PROCESSOR_S = 0.5
-BEAT = {"reader": "grpc://127.0.0.1:7077", "held_bytes": 0, "buffer_bytes": 1, "num_rows": 0, "num_windows": 0,
-        "num_again": {}, "busy_s": 0.0, "is_leaving": False}  # fmt: skip
 NUMS = [25, pytest.param(1000, marks=pytest.mark.soak)]
 ATTACKERS = [
     pytest.param(

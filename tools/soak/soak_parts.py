@@ -85,8 +85,8 @@ PARTS = {
         ("tests/readers/test_faults.py",),
     ),
     "readers": Part(
-        "100,000 malformed tickets and questions, and 1,000 mutated beats, tickets, filters and addresses each of another "
-        "user, of one without the token and of one with it; batches of readers, and of recipes, against those of a local one",
+        "100,000 malformed tickets and questions; 1,000 mutated beats, tickets, filters and addresses each of another "
+        "user, without the token and with it; batches of readers, and of recipes, against those of a local one",
         ("tests/readers",),
     ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
