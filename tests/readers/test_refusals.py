@@ -30,7 +30,7 @@ from meseta.data.read.served.messages import ANSWER_BYTES, Beat, DatasetDescript
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
-from meseta.machine.addresses import checked_url, host_and_port
+from meseta.machine.remote import checked_url, host_and_port
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES

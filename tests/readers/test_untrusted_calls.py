@@ -20,6 +20,7 @@ from forked import forking
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.served.reader import ServedReader
+from meseta.machine.remote import host_and_port, is_loopback
 from readers.attackers import BEAT, Attack, Outcome, attack
 from readers.test_refusals import ticket_of
 from readers.tier import Tier, digest, running
@@ -83,7 +84,7 @@ def test_mutated_calls_with_the_token(tier: Tier, num: int) -> None:
     assert set(outcome.errors) <= {"answered", "FlightServerError"}, outcome
     assert all(text.isprintable() and "Traceback" not in text for text in outcome.texts), outcome.texts
     assert outcome.max_processor_s < MAX_PROCESSOR_S, outcome.costliest
-    assert all(reader.reader.startswith("grpc://127.0.0.1:") for reader in tier.leases.readers())
+    assert all(is_loopback(host_and_port(reader.reader)[0]) for reader in tier.leases.readers())
 
 
 @pytest.mark.parametrize("is_nobody", ATTACKERS)

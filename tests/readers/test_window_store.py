@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meseta.data.read.check import Check
+from meseta.data.read.options import Check
 from meseta.readers import window_store
 from meseta.readers.cancelling import CancelledCall
 from meseta.readers.window_store import WindowStore

@@ -13,8 +13,7 @@ from meseta.config.models import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
-from meseta.machine.addresses import check_encryption, checked_url
-from meseta.machine.remote import Location, is_url, locate
+from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import InitSpec, MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision

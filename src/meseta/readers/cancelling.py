@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pyarrow import flight
 
-from meseta.data.read.check import Check
+from meseta.data.read.options import Check
 
 WAIT_S = 0.5
 """Seconds between two checks while a thread waits."""

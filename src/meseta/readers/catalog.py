@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
-from meseta.data.read.check import Check, unchecked
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.selection import Selection
 from meseta.data.read.served.messages import Counts, DatasetDescription, RowsAsked, TableRequest
 from meseta.data.read.split import SplitRows, rows_of_split

@@ -19,7 +19,7 @@ from meseta.data.read.served.messages import (
     TableRequest,
     TierStatus,
 )
-from meseta.machine.addresses import check_reachable
+from meseta.machine.remote import check_reachable
 from meseta.readers.cancelling import check_of
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable

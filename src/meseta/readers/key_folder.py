@@ -19,8 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from meseta.data.read.served.credentials import new_token, write_secret
 from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, ServerKeys
 from meseta.errors import shown
-from meseta.machine.addresses import HOST_LABEL
 from meseta.machine.files import whole_folder
+from meseta.machine.remote import HOST_LABEL
 from meseta.spec import MesetaError
 
 _SIGNS = x509.KeyUsage(

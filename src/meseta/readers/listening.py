@@ -18,7 +18,7 @@ from pyarrow import flight
 from meseta.data.read.served.credentials import HEADER, Credentials, PortToken
 from meseta.data.read.served.keys import ServerKeys
 from meseta.errors import one_line, shown
-from meseta.machine.addresses import ENCRYPTED, PLAIN, check_reachable, is_loopback
+from meseta.machine.remote import ENCRYPTED, PLAIN, check_reachable, is_loopback
 from meseta.spec import MesetaError
 
 MOST_CALLS = 4096

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pyarrow import flight
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.check import Check, unchecked
 from meseta.data.read.cut import BatchCut
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Unreachable, as_flight_error

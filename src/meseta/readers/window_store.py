@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from meseta.data.read.check import Check, unchecked
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.served.messages import WhyAgain
 from meseta.readers.cancelling import WAIT_S, CancelledCall
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import opened_part
 from meseta.data.dataset.value_rules import check_types, check_values
-from meseta.data.read.check import Check, unchecked
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.rows import Rows, decode
 from meseta.data.read.selection import LeftOut, Selection
 from meseta.data.read.window_times import WindowTimes

@@ -9,7 +9,7 @@ from itertools import accumulate
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.check import Check, unchecked
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.rows import Rows, decode
 from meseta.data.read.selection import LeftOut, Selection
 from meseta.data.read.window_times import WindowTimes

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.check import Check, unchecked
 from meseta.data.read.decode import SplitFiles
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.recipe_rows import RecipeRows
 from meseta.data.read.rows import Rows
 from meseta.data.read.selection import LeftOut, Selection

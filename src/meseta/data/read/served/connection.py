@@ -12,7 +12,7 @@ from pyarrow import flight
 from meseta.data.read.served.credentials import HEADER, Credentials, NoTokenError
 from meseta.data.read.served.keys import Keys, refusal, strange_client
 from meseta.errors import MesetaError, StorageError, one_line
-from meseta.machine.addresses import ENCRYPTED, check_reachable, host_and_port
+from meseta.machine.remote import ENCRYPTED, check_reachable, host_and_port
 from meseta.machine.variables import variables
 
 variables.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would tell every handshake that fails

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meseta.errors import MesetaError
-from meseta.machine.addresses import host_and_port
 from meseta.machine.files import move, open_regular
+from meseta.machine.remote import host_and_port
 from meseta.machine.variables import variables
 
 HEADER = "authorization"
