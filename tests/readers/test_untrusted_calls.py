@@ -66,6 +66,7 @@ def outcome_of(spec: Attack) -> Outcome:
     return outcome
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num", NUMS)
 @pytest.mark.parametrize("is_nobody", ATTACKERS)
 def test_calls_without_the_token(tier: Tier, is_nobody: bool, num: int) -> None:
@@ -76,6 +77,7 @@ def test_calls_without_the_token(tier: Tier, is_nobody: bool, num: int) -> None:
     assert [reader.reader for reader in tier.leases.readers()] == [reader.reader for reader in before]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num", NUMS)
 def test_mutated_calls_with_the_token(tier: Tier, num: int) -> None:
     """They are answered, or refused in one line; readers that are no addresses of this machine do not get in."""
@@ -100,6 +102,7 @@ def test_rows_under_attack(tier: Tier, data: Dataset, is_nobody: bool) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("is_nobody", ATTACKERS)
 def test_a_training_under_attack(tier: Tier, tiny: Path, tmp_path: Path, is_nobody: bool) -> None:
     """`meseta train --readers 2`: the weights of a training that nobody attacks, and secrets in nothing to be seen."""
@@ -111,10 +114,13 @@ def test_a_training_under_attack(tier: Tier, tiny: Path, tmp_path: Path, is_nobo
     pids = tuple(command.readers())
     seen = [fact_of(pid, name) for pid in (*pids, command.pid) for name in ("cmdline", "environ")]
     assert all(seen) and not any("Bearer" in text or "token=" in text for text in seen)
-    before = attack_of(tier, num=1000, is_nobody=is_nobody)
-    outcome = outcome_of(Attack(**{**vars(before), "dispatcher": dispatcher, "reader": reader, "pids": ()}))
-    assert command.process.exitcode is None, "the training outlasts the attack"
-    assert set(outcome.errors) == UNAUTHENTICATED
+    urls = {"dispatcher": dispatcher, "reader": reader, "pids": ()}
+    seed = 0
+    while command.process.exitcode is None or seed < 4:  # what is called after its end, nobody answers
+        outcome = outcome_of(attack_of(tier, num=250, seed=seed, is_nobody=is_nobody, **urls))
+        assert set(outcome.errors) <= UNAUTHENTICATED | {"FlightUnavailableError"}, outcome.errors
+        assert seed or outcome.errors["FlightUnauthenticatedError"]
+        seed += 1
     command.succeed()
     train(settings(tiny, tmp_path / "local", **common))
     assert final_checksum(tmp_path / "run") == final_checksum(tmp_path / "local")
