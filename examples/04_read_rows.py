@@ -7,6 +7,7 @@ needs meseta.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,16 +18,24 @@ from subprocess import PIPE
 from pyarrow import flight
 
 
-def ask(dispatcher: flight.FlightClient, what: str, **question: object) -> dict:
+def options_for(url: str) -> flight.FlightCallOptions:
+    """Options of every call to a dispatcher and its readers: the token that it stored for this user."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "meseta" if runtime else Path.home() / ".local/state/meseta"
+    token = (folder / f"{url.rpartition(':')[2]}.token").read_text().strip()
+    return flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+
+
+def ask(dispatcher: flight.FlightClient, options: flight.FlightCallOptions, what: str, **question: object) -> dict:
     """One question to the dispatcher: JSON there and back."""
-    [answer] = dispatcher.do_action(flight.Action(what, json.dumps(question).encode()))
+    [answer] = dispatcher.do_action(flight.Action(what, json.dumps(question).encode()), options)
     return json.loads(answer.body.to_pybytes())
 
 
 def read_epoch(url: str, split: str, batch_size: int) -> int:
     """All rows of a split, shuffled; returns how many there are."""
-    dispatcher = flight.connect(url)
-    described = ask(dispatcher, "describe")
+    dispatcher, options = flight.connect(url), options_for(url)
+    described = ask(dispatcher, options, "describe")
     rows = {
         "dataset": described["name"],
         "digest": described["digest"],
@@ -38,14 +47,14 @@ def read_epoch(url: str, split: str, batch_size: int) -> int:
         "filter": None,
         "negative_keep": 1.0,
     }
-    expected = sum(ask(dispatcher, "count", rows=rows)["group_rows"])
+    expected = sum(ask(dispatcher, options, "count", rows=rows)["group_rows"])
     session = {"rows": rows, "run": "an example", "attempt": 0, "rank": 0, "num_ranks": 1}
     num_rows, window = 0, 0
     while num_rows < expected:  # a window is a part of the epoch, in whose order its rows come
-        [lease] = ask(dispatcher, "lease", session=session, epoch=0, windows=[window])["leases"]
+        [lease] = ask(dispatcher, options, "lease", session=session, epoch=0, windows=[window])["leases"]
         ticket = {"session": session, "epoch": 0, "window": window, "begin": 0, "batch_size": batch_size,
                   "last_batch": "keep"}  # fmt: skip
-        for chunk in flight.connect(lease["reader"]).do_get(flight.Ticket(json.dumps(ticket).encode())):
+        for chunk in flight.connect(lease["reader"]).do_get(flight.Ticket(json.dumps(ticket).encode()), options):
             if num_rows == 0:
                 print(
                     f"columns: {', '.join(chunk.data.schema.names[:4])}, ...; first row:", chunk.data.slice(0, 1)[2][0]

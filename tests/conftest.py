@@ -13,6 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for i
 
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.use_deterministic_algorithms(True)
 # Uninitialised memory is filled with NaN and the largest integers, so that reading it cannot go unnoticed.
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+# Dispatchers of tests store their tokens there, and not in the folders of whoever runs them.
+TOKENS = tempfile.TemporaryDirectory(prefix="meseta-tokens-")
+os.environ["XDG_RUNTIME_DIR"] = TOKENS.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

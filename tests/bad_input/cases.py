@@ -18,6 +18,7 @@ import yaml
 from data.click_log import make_lines
 from meseta.data import PrepareOptions
 from meseta.data.prepare import prepare
+from meseta.data.read.served.credentials import token_folders
 from meseta.telemetry.rank_record import SIZE, record_path
 from small_run import settings, train, write_config
 
@@ -226,6 +227,22 @@ def no_dispatcher(place: Place) -> list[Any]:
     return place.train("data.dir=null", "data.service.url=grpc://127.0.0.1:1")
 
 
+def readers_of_another_host(place: Place) -> list[Any]:
+    return place.train("data.dir=null", "data.service.url=grpc://host7:7077")
+
+
+def token_that_others_read(place: Place) -> list[Any]:
+    path = token_folders()[0] / "2.token"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_text("A" * 43)
+    path.chmod(0o644)
+    return place.train("data.dir=null", "data.service.url=grpc://127.0.0.1:2")
+
+
+def filter_of_many_constants(place: Place) -> list[Any]:
+    return place.train(f"data.filter=age in [{', '.join(map(str, range(5000)))}]")
+
+
 def no_keys(place: Place) -> list[Any]:
     return place.train("data.dir=null", "data.service.url=grpc+tls://127.0.0.1:1")
 
@@ -410,7 +427,13 @@ TRAINING += (number_too_long, control_character_in_a_path, batch_too_large, init
 TRAINING += (near_rows_too_large,)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_source_of_rows, two_sources_of_rows, no_address_of_readers, no_dispatcher, split_at_readers)
-TRAINING += (no_keys, keys_that_are_not_there)
+TRAINING += (
+    no_keys,
+    keys_that_are_not_there,
+    readers_of_another_host,
+    token_that_others_read,
+    filter_of_many_constants,
+)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (source_of_a_recipe_changed, recipe_of_zipped_files, damaged_recipe)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.row_filter import RowFilter
+from meseta.data.read.row_filter import MAX_ALTERNATIVES, RowFilter
+from meseta.errors import shown
 from meseta.spec import MesetaError
 
 NUM_ROWS = 400
@@ -173,7 +176,34 @@ def test_it_looks_at_the_columns_that_it_names(hashed: Dataset) -> None:
 def test_what_is_no_condition(hashed: Dataset, condition: str, message: str) -> None:
     with pytest.raises(MesetaError, match=message) as caught:
         RowFilter(condition, hashed)
-    assert str(caught.value).startswith(f"filter {condition!r}, character ")
+    assert str(caught.value).startswith(f"filter {shown(condition)}, character ")
+
+
+@pytest.mark.parametrize("word", ["in", "or", "both"])
+def test_constants_have_a_limit(hashed: Dataset, word: str) -> None:
+    def condition(num: int) -> str:
+        if word == "or":
+            return " or ".join(f"code == {k}" for k in range(num))
+        head = "age > 3 and " if word == "both" else ""
+        return f"{head}code in [{', '.join(map(str, range(num - bool(head))))}]"
+
+    assert RowFilter(condition(MAX_ALTERNATIVES), hashed).columns[-1] == "code"
+    text, begin_s = condition(100_000), time.process_time()
+    with pytest.raises(MesetaError, match="more than 4,096 constants; use fewer, or prepare a column") as caught:
+        RowFilter(text, hashed)
+    assert time.process_time() - begin_s < 0.3 and len(str(caught.value)) < 300
+    assert f"character {text.index('4096' if word != 'both' else '4095') + 1}:" in str(caught.value)
+
+
+def test_a_long_condition_takes_one_mask_at_a_time(hashed: Dataset) -> None:
+    table = pa.table({"age": np.zeros(1_000_000, np.float32)})
+    condition = RowFilter(" or ".join(f"age == {k}" for k in range(1, 200)), hashed)
+    tracemalloc.start()
+    try:
+        assert not condition(table).any()
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_values_that_a_vocabulary_does_not_hold(named: Dataset) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_rows_of_a_rank_are_those_of_its_slices(
     begin = data.draw(st.integers(0, num_rows - 1))
     first = data.draw(st.integers(0, num_rows))
     last = data.draw(st.integers(first, num_rows))
+    takers = set()
     for rank in range(num_ranks):
         cut = BatchCut(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=rank, num_ranks=num_ranks)
         rows: list[int] = []
@@ -93,6 +95,34 @@ def test_rows_of_a_rank_are_those_of_its_slices(
             slice_ = cut.slice_at(begin + number * batch_size)
             rows += range(slice_.first, slice_.last)
         assert cut.rows_between(begin, first, last).tolist() == [row for row in rows if first <= row < last]
+        if any(first <= row < last for row in rows):
+            takers.add(rank)
+    ranks = cut.ranks_between(begin, first, last)
+    assert (set(ranks), len(ranks)) == (takers, len(takers))
+
+
+@given(
+    num_rows=st.integers(1, 100_000),
+    batch_size=st.integers(1, 2**53 - 1) | st.integers(1, 5000),
+    num_ranks=st.integers(1, 1 << 20),
+    last_batch=st.sampled_from(["keep", "drop", "pad"]),
+    data=st.data(),
+)
+def test_ranks_of_a_window(
+    num_rows: int, batch_size: int, num_ranks: int, last_batch: Any, data: st.DataObject
+) -> None:
+    """Against the rows of single ranks, those at the ends of each range among them; there may be a million."""
+    begin = data.draw(st.integers(0, num_rows - 1))
+    first = data.draw(st.integers(0, num_rows))
+    last = data.draw(st.integers(first, num_rows))
+    cut = BatchCut(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=0, num_ranks=num_ranks)
+    began_s = time.process_time()
+    ranks = cut.ranks_between(begin, first, last)
+    assert time.process_time() - began_s < 0.05
+    drawn = data.draw(st.lists(st.integers(0, num_ranks - 1), max_size=20))
+    ends = [rank for one in ranks.ranges for rank in (one.start - 1, one.start, one.stop - 1, one.stop)]
+    for rank in {0, num_ranks - 1, *drawn, *(rank for rank in ends if 0 <= rank < num_ranks)}:
+        assert (rank in ranks) == (replace(cut, rank=rank).num_rows_between(begin, first, last) > 0)
 
 
 @pytest.mark.parametrize("begins", ["local", "served"])

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -22,6 +24,7 @@ from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.served.connection import Connection, Unreachable
+from meseta.data.read.served.credentials import credentials_for, new_token
 from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, Keys, ServerKeys
 from meseta.data.read.served.reader import ServedReader, Service
 from meseta.data.read.served.service import Dispatcher
@@ -32,7 +35,8 @@ from meseta.readers.key_folder import make_keys
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
-from readers.test_refusals import ToldQuietly, spoiled, ticket_of
+from readers.spoiled import spoiled
+from readers.test_refusals import ToldQuietly, ticket_of
 from readers.tier import Tier, digest, running
 
 OPTIONS = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)
@@ -106,14 +110,14 @@ def test_names_that_no_host_has(host: str, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_no_half_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = key_folder._write
+    write = key_folder.write_secret
 
-    def fill(path: Path, content: bytes, mode: int) -> None:
+    def fill(path: Path, *content: Any) -> None:
         if path.name == TOKEN:
             raise OSError(28, "No space left on device")
-        write(path, content, mode)
+        write(path, *content)
 
-    monkeypatch.setattr(key_folder, "_write", fill)
+    monkeypatch.setattr(key_folder, "write_secret", fill)
     with pytest.raises(MesetaError, match="No space left on device"):
         make_keys(tmp_path / "keys", HOSTS, days=9)
     assert not list(tmp_path.iterdir())
@@ -244,7 +248,7 @@ def strange(data: Dataset) -> Iterator[Callable[[ServerKeys | None], str]]:
     started = []
 
     def start(keys: ServerKeys | None) -> str:
-        started.append(DispatchServer(Endpoint(keys=keys), Catalog({"click": data.dir}), LeaseTable()))
+        started.append(DispatchServer(Endpoint(credentials=keys), Catalog({"click": data.dir}), LeaseTable()))
         return started[-1].url
 
     yield start
@@ -306,8 +310,9 @@ def test_who_is_not_there(folder: Path) -> None:
 
 def test_a_fault_is_looked_for_and_not_made_up(tier: Tier, strange: Callable[..., str]) -> None:
     """A call that fails for once, though all is as it should be, may be tried again."""
-    for url, keys in ((tier.dispatcher.url, tier.endpoint.keys), (strange(None), None)):
-        connection = Connection("dispatcher", url, keys)
+    plain = strange(None)
+    for url, credentials in ((tier.dispatcher.url, tier.endpoint.credentials), (plain, credentials_for(plain))):
+        connection = Connection("dispatcher", url, credentials)
         with pytest.raises(Unreachable, match=r"it has not answered, or broke off$"), connection.told():
             raise flight.FlightUnavailableError("Socket closed")
 
@@ -356,6 +361,20 @@ def test_no_call_comes_through_without_the_token(
     assert compared.count((sent.encode(), f"Bearer {token}".encode())) == len(calls)
 
 
+@pytest.mark.parametrize("which", ["dispatcher", "reader"])
+def test_no_call_comes_through_without_keys_and_token(data: Dataset, which: str) -> None:
+    with running({"click": data.dir}, 1) as plain:
+        server = plain.dispatcher if which == "dispatcher" else plain.readers[0]
+        for header in (None, "Bearer ", f"Bearer {new_token().decode()}"):
+            headers = [] if header is None else [(b"authorization", header.encode())]
+            options = flight.FlightCallOptions(timeout=5, headers=headers)
+            client = flight.connect(server.url)
+            handshake = partial(client.authenticate_basic_token, "user", "password", options)
+            for call in (*every_call(client, options), handshake):
+                with pytest.raises((flight.FlightError, OSError), match=r"has authorization: .*Unauthenticated"):
+                    call()
+
+
 def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, others: Path) -> None:
     keys, strange = Keys.load(folder), Keys.load(others)
     options = flight.FlightCallOptions(timeout=5, headers=[(b"authorization", keys.header().encode())])
@@ -380,9 +399,9 @@ def test_malformed_tickets_of_those_who_are_let_in(tier: Tier, folder: Path) -> 
 def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CALLS", 0)
     with pytest.raises(Unreachable, match=r"failed: 0 calls are being answered, the most at a time$"):
-        Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe(None)
+        Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe(None)
     monkeypatch.setattr(listening, "MOST_CALLS", 8)
-    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.keys)
+    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials)
     for _ in range(20):  # each leaves
         dispatcher.describe(None)
 
@@ -398,7 +417,7 @@ def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, fol
         next(batches)
         port = tier.dispatcher.port
         tier.dispatcher.end()
-        again = DispatchServer(Endpoint(port=port, keys=ServerKeys.load(others)), catalog, LeaseTable())
+        again = DispatchServer(Endpoint(port=port, credentials=ServerKeys.load(others)), catalog, LeaseTable())
         try:
             assert "has another certificate" in refusal(lambda: list(batches), folder, others)
         finally:

@@ -18,19 +18,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import flight
 
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.rows import Rows
 from meseta.data.read.served.connection import Unreachable
-from meseta.data.read.served.messages import ANSWER_BYTES, DatasetDescription, RowsAsked, Session, WindowTicket
+from meseta.data.read.served.messages import ANSWER_BYTES, Beat, DatasetDescription, RowsAsked, Session, WindowTicket
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
-from meseta.machine.remote import checked_url
+from meseta.machine.remote import checked_url, host_and_port
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
+from readers.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES
+from readers.spoiled import spoiled
 from readers.tier import Tier, running
 from sampling import sample
 
@@ -65,14 +69,37 @@ def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
         Endpoint.of(listen)
     assert Endpoint.of("localhost:80") == Endpoint(port=80)
+    with pytest.raises(MesetaError, match=r"without keys an address is one of this machine"):
+        Endpoint.of("127.0.0.1:7077", "host7")
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:1", "grpc://", "grpc://host", "http://a:1", "grpc://a:x", "grpc://a:1/path"]
+    "url", ["127.0.0.1:1", "grpc://host", "http://a:1", "grpc://a:x", "grpc://a..b:1", "grpc://-a:1", *ODD_ADDRESSES]
 )
 def test_addresses(url: str) -> None:
-    with pytest.raises(MesetaError, match="grpc://HOST:PORT"):
+    with pytest.raises(MesetaError, match="grpc://HOST:PORT") as refused:
         checked_url(url)
+    assert str(refused.value).isprintable()
+
+
+@given(st.text(max_size=40) | st.from_regex(r"grpc(\+tls)?://[^/]{1,30}:[0-9]{1,5}\s?", fullmatch=True))
+def test_an_address_has_no_control_characters(url: str) -> None:
+    try:
+        host, port = host_and_port(url)
+    except MesetaError:
+        return
+    assert url.isascii() and url.isprintable() and " " not in url and 0 < port < 65536
+    scheme, _, rest = url.partition("://")
+    assert scheme in ("grpc", "grpc+tls")
+    assert rest.rpartition(":")[0] in (host, f"[{host}]") and int(rest.rpartition(":")[2]) == port
+
+
+@pytest.mark.parametrize("url", ADDRESSES_ELSEWHERE)
+def test_without_keys_readers_are_on_this_machine(tier: Tier, url: str) -> None:
+    before = tier.leases.readers()
+    with pytest.raises(MesetaError, match=re.escape(f"readers: {url!r}: ")):
+        Dispatcher(tier.dispatcher.url).beat(Beat(**BEAT | {"reader": url}))
+    assert [reader.reader for reader in tier.leases.readers()] == [reader.reader for reader in before]
 
 
 def test_a_dispatcher_that_is_not_there() -> None:
@@ -181,41 +208,12 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url, tier.endpoint.keys).describe("click")
+    description = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe("click")
     session = Session(
         rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )
     ticket = WindowTicket(session=session, epoch=0, window=0, begin=0, batch_size=50, last_batch="keep")
     return {**json.loads(ticket.to_bytes()), **changes}
-
-
-def spoiled(draw: random.Random, ticket: dict[str, Any]) -> bytes:
-    """A ticket with one thing wrong, or no ticket at all."""
-    places: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
-        for key in value if isinstance(value, dict) else range(len(value)):
-            places.append((value, key))
-            if isinstance(value[key], dict | list):
-                walk(value[key])
-
-    walk(ticket)
-    where, key = draw.choice(places)
-    odd = [None, -1, 1 << 60, 1.5, "", "../../etc/passwd", "x" * 5000, [], {}, True, "\ud800", float("1e308")]
-    match draw.randrange(5):
-        case 0:
-            where[key] = draw.choice(odd)
-        case 1 if isinstance(where, dict):
-            del where[key]
-        case 2 if isinstance(where, dict):
-            where["more"] = draw.choice(odd)
-        case 3:
-            content = bytearray(json.dumps(ticket).encode())
-            content[draw.randrange(len(content))] = draw.randrange(256)
-            return bytes(content)
-        case _:
-            return draw.choice([b"", b"\0" * 100, b"[" * 100_000, b"{}", os.urandom(200), b" " * 2_000_000])
-    return json.dumps(ticket).encode()
 
 
 @pytest.mark.parametrize("seed", sample(range(NUM_MALFORMED // GROUP), 1, seed=0))
@@ -224,18 +222,21 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
     ticket = ticket_of(tier)
     reader = flight.connect(tier.readers[0].url)
     dispatcher = flight.connect(tier.dispatcher.url)
+    header = tier.dispatcher.credentials.header().encode()
+    options = flight.FlightCallOptions(headers=[(b"authorization", header)])
     for _ in range(GROUP // 2):
         content = spoiled(draw, json.loads(json.dumps(ticket)))
         with ToldQuietly():
-            for chunk in reader.do_get(flight.Ticket(content)):
+            for chunk in reader.do_get(flight.Ticket(content), options):
                 assert chunk.data.num_rows <= NUM_ROWS  # a good ticket for a larger window is one, too
         with ToldQuietly():
             list(
                 dispatcher.do_action(
-                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content)
+                    flight.Action(draw.choice(["describe", "count", "lease", "beat", "table", "other"]), content),
+                    options,
                 )
             )
-    rows = sum(chunk.data.num_rows for chunk in reader.do_get(flight.Ticket(json.dumps(ticket).encode())))
+    rows = sum(chunk.data.num_rows for chunk in reader.do_get(flight.Ticket(json.dumps(ticket).encode()), options))
     assert rows > 0, "and those that are as they should be are answered as before"
 
 

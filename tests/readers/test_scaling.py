@@ -14,6 +14,7 @@ import pytest
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.order import epoch_order
+from meseta.data.read.served.credentials import CommandToken, new_token
 from meseta.data.read.served.messages import Beat
 from meseta.data.read.served.reader import ServedReader
 from meseta.readers import local as local_module
@@ -83,7 +84,7 @@ def test_one_that_has_nothing_leaves_at_once_and_one_that_nobody_relieves_in_the
 def test_processes_follow_what_is_wanted(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_module, "TRY_AGAIN_S", 0.3)
     with running({"click": jagged.dir}, 0) as tier:
-        readers = LocalReaders(tier.dispatcher.url)
+        readers = LocalReaders(tier.dispatcher.url, tier.dispatcher.credentials)
         try:
             follow(readers, tier, 2)
             killed, stays = (program.pid for program in readers._programs)
@@ -135,7 +136,7 @@ def test_looks_go_on_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Followed(LocalReaders):
         def __init__(self) -> None:
-            super().__init__("grpc://127.0.0.1:9")
+            super().__init__("grpc://127.0.0.1:9", CommandToken(new_token()))
             self.wanted: list[int] = []
             self.is_ended = False
 

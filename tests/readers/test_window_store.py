@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from meseta.data.read.options import Check
 from meseta.readers import window_store
+from meseta.readers.cancelling import CancelledCall
 from meseta.readers.window_store import WindowStore
 from meseta.spec import MesetaError
 
@@ -32,7 +34,7 @@ def take(
     hold: threading.Event | None = None,
 ) -> str:
     place = (0, window)
-    with store.window("order", place, set(range(takers)), rank, SIZE, lambda: decoded(place)) as content:
+    with store.window("order", place, set(range(takers)), rank, SIZE, lambda check: decoded(place)) as content:
         if hold is not None:
             assert hold.wait(10)
         return content()
@@ -52,7 +54,7 @@ def test_a_window_is_decoded_once_for_all_ranks_and_then_forgotten() -> None:
 
 def test_who_leaves_in_the_middle_may_come_again() -> None:
     store, decoded = store_of(2), Decoded()
-    with pytest.raises(KeyboardInterrupt), store.window("order", (0, 1), {0}, 0, SIZE, lambda: decoded((0, 1))):
+    with pytest.raises(KeyboardInterrupt), store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))):
         raise KeyboardInterrupt
     assert store.held_bytes == SIZE
     take(store, decoded, 1)
@@ -89,7 +91,7 @@ def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.Monkey
     """Its window makes room for others, and is decoded again when it moves."""
     monkeypatch.setattr(window_store, "STILL_S", 0.3)
     store, decoded = store_of(1), Decoded()
-    with store.window("order", (0, 1), {0}, 0, SIZE, lambda: decoded((0, 1))) as content:
+    with store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))) as content:
         first = content()
         began_s = time.monotonic()
         take(store, decoded, 2)  # of whom rows are taken
@@ -102,7 +104,7 @@ def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.Monkey
 def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_store, "STILL_S", 0.5)
     store, decoded, pool = store_of(1), Decoded(), ThreadPoolExecutor(1)
-    with pool, store.window("order", (0, 1), {0}, 0, SIZE, lambda: decoded((0, 1))) as content:
+    with pool, store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))) as content:
         later = pool.submit(take, store, decoded, 2)
         for _ in range(10):
             time.sleep(0.1)
@@ -113,7 +115,7 @@ def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch)
 def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:
     store = store_of(1)
 
-    def fail() -> str:
+    def fail(check: Check) -> str:
         time.sleep(0.1)
         raise MesetaError("damaged")
 
@@ -126,3 +128,98 @@ def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:
         assert list(pool.map(ask, range(2))) == ["told", "told"]
     assert store.held_bytes == 0
     assert take(store, Decoded(), 0)
+
+
+class Caller(threading.Event):
+    """A caller, which cancels when it is set."""
+
+    def check(self) -> None:
+        if self.is_set():
+            raise CancelledCall
+
+
+class PiecewiseDecode:
+    """Decodes in pieces of 10 ms, before each of which it checks whether anybody waits."""
+
+    def __init__(self, most: int = 150) -> None:
+        self.most = most
+        self.num_pieces = 0
+        self.num_begun = 0
+
+    def __call__(self, check: Check) -> str:
+        self.num_begun += 1
+        for _ in range(self.most):
+            check()
+            self.num_pieces += 1
+            time.sleep(0.01)
+        return " " * SIZE
+
+
+def ask(store: WindowStore[str], decode: PiecewiseDecode, caller: Caller, rank: int = 0) -> bool:
+    """Whether the window came."""
+    try:
+        with store.window("order", (0, 0), {0, 1}, rank, SIZE, decode, caller.check) as content:
+            return bool(content())
+    except CancelledCall:
+        return False
+
+
+def begun(decode: PiecewiseDecode) -> None:
+    while not decode.num_pieces:
+        time.sleep(0.01)
+
+
+def test_decoding_ends_if_nobody_waits_any_more() -> None:
+    store, decode, caller = store_of(1), PiecewiseDecode(), Caller()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, store, decode, caller)
+        begun(decode)
+        caller.set()
+        assert asked.result(10) is False
+    assert decode.num_pieces < 150 and (store.num_held, store.num_decoded) == (0, 0)
+    assert ask(store, PiecewiseDecode(1), Caller()), "and may be asked for again"
+
+
+def test_decoding_goes_on_for_another_caller_and_who_waits_may_cancel() -> None:
+    store, decode, callers = store_of(1), PiecewiseDecode(), [Caller() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, store, decode, callers[0])]
+        begun(decode)
+        asked += [pool.submit(ask, store, decode, caller, 1) for caller in callers[1:]]
+        time.sleep(0.2)
+        callers[0].set()
+        callers[1].set()
+        assert asked[1].result(10) is False
+        assert not asked[0].done(), "who cancels does not wait for the end of the decoding"
+        assert asked[2].result(10) is True and decode.num_begun == 1
+        asked[0].result(10)
+
+
+def take_later(store: WindowStore[str], decode: PiecewiseDecode, caller: Caller) -> None:
+    with store.window("another", (0, 6), {0}, 0, SIZE, decode, caller.check):
+        pass
+
+
+def test_who_waits_for_room_may_cancel() -> None:
+    store, hold, caller, decode = store_of(1), threading.Event(), Caller(), PiecewiseDecode()
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(take, store, Decoded(), 1, hold=hold)
+        while not store.num_decoded:
+            time.sleep(0.01)
+
+        with store.window("another", (0, 5), {0}, 0, 0, lambda check: ""):  # so that the next one is not the first
+            waiting = pool.submit(take_later, store, decode, caller)
+            time.sleep(0.1)
+            caller.set()
+            with pytest.raises(CancelledCall):
+                waiting.result(5)
+        hold.set()
+        assert held.result(10) and decode.num_begun == 0
+
+
+def test_windows_of_many_ranks_cost_nothing_for_each() -> None:
+    store, ranks = store_of(1), range(1 << 40)
+    begin_s = time.process_time()
+    with store.window("order", (0, 0), ranks, 7, SIZE, lambda check: " " * SIZE) as content:
+        assert content()
+    assert time.process_time() - begin_s < 0.1 and store.num_held == 1

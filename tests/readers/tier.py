@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,12 @@ class Tier:
 
     def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
         """One more, which the dispatcher knows."""
-        dispatcher = Dispatcher(self.dispatcher.url, self.endpoint.keys)
-        server = ReadServer(self.endpoint, WindowReader(dispatcher, buffer_bytes), dispatcher)
+        dispatcher = Dispatcher(self.dispatcher.url, self.dispatcher.credentials)
+        server = ReadServer(
+            replace(self.endpoint, credentials=dispatcher.credentials),
+            WindowReader(dispatcher, buffer_bytes),
+            dispatcher,
+        )
         server.meet()
         self.readers.append(server)
         return server
@@ -51,7 +55,7 @@ def running(
 ) -> Iterator[Tier]:
     """A dispatcher of these datasets, and readers."""
     with ExitStack() as stack:
-        leases, endpoint = LeaseTable(), Endpoint(keys=keys)
+        leases, endpoint = LeaseTable(), Endpoint(credentials=keys)
         tier = Tier(DispatchServer(endpoint, Catalog(folders), leases), leases, endpoint)
         stack.callback(tier.dispatcher.shutdown)
         stack.callback(lambda: [reader.end() for reader in tier.readers])

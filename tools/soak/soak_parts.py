@@ -91,7 +91,8 @@ PARTS = {
         ("tests/readers/test_faults.py",),
     ),
     "readers": Part(
-        "100,000 malformed tickets and questions; batches of readers, and of recipes, against those of a local one",
+        "100,000 malformed tickets and questions; 1,000 mutated beats, tickets, filters and addresses each of another "
+        "user, without the token and with it; batches of readers, and of recipes, against those of a local one",
         ("tests/readers",),
     ),
     "configs": Part(

@@ -9,12 +9,15 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meseta.errors import MesetaError
 from meseta.machine.processes import leave_at_once
+
+if TYPE_CHECKING:
+    from meseta.data.read.served.credentials import CommandToken
 
 app = typer.Typer(help="Read data in processes of their own, for trainers that ask for rows.", no_args_is_help=True)
 
@@ -30,6 +33,12 @@ KeysOption = Annotated[
     Path | None,
     typer.Option(
         "--keys", metavar="DIR", help="Folder of `meseta readers keys`, by which all that travels is encrypted."
+    ),
+]
+TokenStdin = Annotated[
+    bool,
+    typer.Option(
+        "--token-stdin", help="Read the token of the service from the first line of standard input, and store none."
     ),
 ]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", help="End when standard input does.")]
@@ -60,6 +69,7 @@ def dispatch(
     start_local: Annotated[
         bool, typer.Option("--start-local", help="Start the readers that are wanted here, and end them.")
     ] = False,
+    token_stdin: TokenStdin = False,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
     """Tell trainers what there is to read, which reader has which window, and how many readers there should be."""
@@ -81,11 +91,13 @@ def dispatch(
     if most is None and start_local:
         most = max(num_cores(), least)
     scale = None if most is None else ReaderScale(least, most)
-    endpoint, catalog, leases = Endpoint.of(listen, advertise, keys), Catalog(folders), LeaseTable()
+    token = _token_of_stdin(keys) if token_stdin else None
+    endpoint, catalog, leases = Endpoint.of(listen, advertise, keys, token), Catalog(folders), LeaseTable()
     with ExitStack() as stack:
         server = stack.enter_context(serving(lambda: DispatchServer(endpoint, catalog, leases, scale), listen))
         if scale is not None:
-            stack.enter_context(scaling(scale, leases, LocalReaders(server.url, keys) if start_local else None))
+            local = LocalReaders(server.url, server.credentials) if start_local else None
+            stack.enter_context(scaling(scale, leases, local))
         names = ", ".join(folders)
         way = f"meseta readers work --dispatcher {server.url}" + f" --keys {keys}" * (keys is not None)
         print(f"dispatcher at {server.url}, with {names}; readers: {way}", flush=True)
@@ -100,16 +112,19 @@ def work(
     advertise: Advertise = None,
     keys: KeysOption = None,
     buffer_mb: Annotated[int, typer.Option(min=1, help="Decoded windows that it holds, in MB.")] = 512,
+    token_stdin: TokenStdin = False,
     until_stdin_ends: UntilStdinEnds = False,
 ) -> None:
     """Decode rows for trainers, which the dispatcher sends here; leave at SIGTERM, when what was asked for is given."""
+    from meseta.data.read.served.credentials import credentials_for
     from meseta.data.read.served.service import Dispatcher
     from meseta.readers.listening import Endpoint, serving
     from meseta.readers.reading import ReadServer, WindowReader, give_back_memory
 
     give_back_memory()
-    endpoint = Endpoint.of(listen, advertise, keys)
-    known = Dispatcher(dispatcher, endpoint.keys)
+    token = _token_of_stdin(keys) if token_stdin else None if keys else credentials_for(dispatcher)
+    endpoint = Endpoint.of(listen, advertise, keys, token)
+    known = Dispatcher(dispatcher, endpoint.credentials)
     reader = WindowReader(known, buffer_mb * 1_000_000)
     with serving(lambda: ReadServer(endpoint, reader, known), listen) as server:
         if server.meet(3.0):
@@ -171,6 +186,18 @@ def _named(text: str) -> tuple[str, Path]:
     name, sign, folder = text.partition("=")
     path = Path(folder if sign else text).resolve()  # readers of this machine stand elsewhere
     return (name if sign else path.name), path
+
+
+def _token_of_stdin(keys: Path | None) -> CommandToken:
+    """Raises MesetaError if there is none, or if there are keys too."""
+    from meseta.data.read.served.credentials import CommandToken, checked_token
+
+    if keys is not None:
+        raise MesetaError("readers: --token-stdin and --keys: a service has one of them; leave one out")
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 2048 and (byte := os.read(0, 1)):  # what follows stays unread
+        line += byte
+    return CommandToken(checked_token(line, "readers: the first line of standard input", "write a token there"))
 
 
 def _end_with_stdin() -> None:

@@ -66,7 +66,8 @@ class DataConfig(Section):
     """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
     which change nothing but the shape."""
     filter: str | None = None
-    """Condition on the rows to train and to evaluate on, such as "age >= 18 and country != 'ES'"; None: all rows."""
+    """Condition on the rows to train and to evaluate on, such as "age >= 18 and country != 'ES'", with at most 4,096
+    constants; None: all rows."""
     negative_keep: float = Field(default=1.0, gt=0, le=1)
     """Share of the negatives to train on; predictions are corrected for it. Needs one label, 0 or 1."""
     service: ServiceConfig = ServiceConfig()

@@ -230,12 +230,12 @@ def count_values(content: bytes) -> int:
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
-def parse_json(content: bytes, *, finite: bool = True) -> Any:
+def parse_json(content: bytes, *, finite: bool = True, most_values: int = DOCUMENT_VALUES) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH, a
-    whole number over INTEGER_BITS or a depth over DOCUMENT_DEPTH."""
-    if count_values(content) > DOCUMENT_VALUES:
-        raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
+    finite (with `finite`), half a surrogate pair, more than `most_values` values, a string over STRING_LENGTH, a whole
+    number over INTEGER_BITS or a depth over DOCUMENT_DEPTH."""
+    if count_values(content) > most_values:
+        raise ValueError(f"it has more than {most_values:,} values")
     if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
         raise ValueError(f"it has more than {DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
     try:

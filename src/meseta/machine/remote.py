@@ -1,5 +1,5 @@
-"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...); and what
-an address of a process is."""
+"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...); and
+addresses of dispatchers and readers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Union
-from urllib.parse import urlsplit
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
 from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, read_bounded, too_long
@@ -22,8 +22,18 @@ from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, re
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
 """What file systems call the time of the last change, or something else that changes with the content."""
+
 PLAIN, ENCRYPTED = "grpc", "grpc+tls"
-"""Schemes of `checked_url`."""
+"""Schemes of addresses without and with keys."""
+HOST_LABEL = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+"""Pattern of one part of a host name."""
+# Not urlsplit: it removes tabs and newlines, and keeps other control characters in the host.
+_ADDRESS = re.compile(
+    rf"(?:{PLAIN}|{re.escape(ENCRYPTED)})://"
+    rf"(?P<host>{HOST_LABEL}(?:\.{HOST_LABEL})*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{{1,5}})"
+)
+_MAX_ADDRESS_LENGTH = 1024
+_LOCAL_NAME = "localhost"
 
 
 def is_url(name: object) -> bool:
@@ -32,17 +42,20 @@ def is_url(name: object) -> bool:
 
 
 def checked_url(url: str) -> str:
-    """An address of a process that reads rows for others, such as grpc://127.0.0.1:7077, or grpc+tls://host7:7077 where
-    there are keys. Raises MesetaError for anything else."""
-    try:
-        parts = urlsplit(url)
-        is_known = parts.scheme in (PLAIN, ENCRYPTED)
-        is_whole = is_known and parts.hostname and parts.port and not (parts.path or parts.query)
-    except ValueError:  # a port that is no number
-        is_whole = False
-    if not is_whole or len(url) > 1024:
-        raise MesetaError(f"readers: an address is {PLAIN}://HOST:PORT, or {ENCRYPTED}://HOST:PORT, got {shown(url)}")
+    """Return an address such as grpc://127.0.0.1:7077, or grpc+tls://host7:7077 with keys, as it is.
+
+    Raises MesetaError for anything else.
+    """
+    host_and_port(url)
     return url
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Host, without brackets, and port of an address. Raises MesetaError like `checked_url`."""
+    match = _ADDRESS.fullmatch(url) if len(url) <= _MAX_ADDRESS_LENGTH else None
+    if match is not None and 0 < int(match["port"]) < 1 << 16 and (not match["ipv6"] or _is_ip(match["ipv6"])):
+        return match["ipv6"] or match["host"], int(match["port"])
+    raise MesetaError(f"readers: an address is {PLAIN}://HOST:PORT, or {ENCRYPTED}://HOST:PORT, got {shown(url)}")
 
 
 def check_encryption(url: str, *, has_keys: bool) -> None:
@@ -54,6 +67,31 @@ def check_encryption(url: str, *, has_keys: bool) -> None:
     else:
         way = "it takes keys; name their folder, by --keys DIR or data.service.keys=DIR (`meseta readers keys`)"
     raise MesetaError(f"readers: {shown(url)}: {way}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    return host == _LOCAL_NAME or (_is_ip(host) and ip_address(host).is_loopback)
+
+
+def check_reachable(url: str, *, has_keys: bool) -> None:
+    """Raise MesetaError unless an address is valid, encrypted as it must be, and of this machine if there are no
+    keys."""
+    host, _ = host_and_port(url)
+    check_encryption(url, has_keys=has_keys)
+    if not has_keys and not is_loopback(host):
+        raise MesetaError(
+            f"readers: {shown(url)}: without keys an address is one of this machine, such as 127.0.0.1; make keys with "
+            "`meseta readers keys DIR`, and give --keys DIR, or data.service.keys=DIR"
+        )
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.selection import Selection
 from meseta.data.read.served.messages import Counts, DatasetDescription, RowsAsked, TableRequest
 from meseta.data.read.split import SplitRows, rows_of_split
+from meseta.readers.cancelling import locked
 from meseta.readers.window_store import forget_oldest
 from meseta.spec import MesetaError, nearest
 
@@ -29,11 +31,13 @@ def describe(name: str, dataset: Dataset) -> DatasetDescription:
     return DatasetDescription(name=name, document=document, digest=digest)
 
 
-def open_split(dataset: Dataset, rows: RowsAsked, counted: Mapping[int, int] | None = None) -> SplitRows:
+def open_split(
+    dataset: Dataset, rows: RowsAsked, check: Check = unchecked, counted: Mapping[int, int] | None = None
+) -> SplitRows:
     """The rows of a split that are asked for. Raises MesetaError as `rows_of_split` does."""
     selection = Selection(dataset, condition=rows.filter, negative_keep=rows.negative_keep, seed=rows.seed)
     described = dataset.with_labels(rows.labels)
-    return rows_of_split(described, rows.split, selection, counted, shuffles=rows.shuffle)
+    return rows_of_split(described, rows.split, selection, counted, shuffles=rows.shuffle, check=check)
 
 
 class Catalog:
@@ -57,13 +61,13 @@ class Catalog:
             raise MesetaError(f"there is no dataset {name!r}; {nearest(name, self._descriptions)}")
         return self._descriptions[name]
 
-    def count(self, rows: RowsAsked) -> Counts:
+    def count(self, rows: RowsAsked, check: Check = unchecked) -> Counts:
         """The rows that are read; of a choice that is new, its columns are read. Raises MesetaError for rows of another
-        dataset, a filter that does not fit and a damaged file."""
+        dataset, a filter that does not fit and a damaged file, and what `check` raises."""
         self._check(rows.dataset, rows.digest)
-        with self._lock:
+        with locked(self._lock, check):
             if rows not in self._counts:
-                split = open_split(self._datasets[rows.dataset], rows)
+                split = open_split(self._datasets[rows.dataset], rows, check)
                 counted = split.counted
                 forget_oldest(self._counts, MOST_COUNTS - 1)
                 self._counts[rows] = Counts(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pyarrow import flight
 
 from meseta.data.read.served.connection import as_flight_error
+from meseta.data.read.served.keys import Keys
 from meseta.data.read.served.messages import (
     Beat,
     BeatAnswer,
@@ -18,6 +19,8 @@ from meseta.data.read.served.messages import (
     TableRequest,
     TierStatus,
 )
+from meseta.machine.remote import check_reachable
+from meseta.readers.cancelling import check_of
 from meseta.readers.catalog import Catalog
 from meseta.readers.lease_table import LeaseTable
 from meseta.readers.listening import Endpoint, OwnServer
@@ -40,7 +43,7 @@ class DispatchServer(OwnServer):
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of ACTIONS, whose body is a Message."""
         try:
-            answer = self._answer(action.type, action.body.to_pybytes(), f"peer {context.peer()}")
+            answer = self._answer(action.type, action.body.to_pybytes(), context)
         except Exception as error:
             raise as_flight_error(error) from None
         if isinstance(answer, Message):
@@ -60,18 +63,21 @@ class DispatchServer(OwnServer):
             num_moved=dict(self._leases.num_moved),
         )
 
-    def _answer(self, what: str, body: bytes, sender: str) -> Message | bytes | Iterator[bytes]:
+    def _answer(self, what: str, body: bytes, context: flight.ServerCallContext) -> Message | bytes | Iterator[bytes]:
+        sender = f"peer {context.peer()}"
         match what:
             case "describe":
                 return self._catalog.describe(DescribeRequest.from_bytes(body, sender).dataset)
             case "count":
-                return self._catalog.count(CountRequest.from_bytes(body, sender).rows)
+                return self._catalog.count(CountRequest.from_bytes(body, sender).rows, check_of(context))
             case "table":
                 return self._catalog.table(TableRequest.from_bytes(body, sender))
             case "lease":
                 return self._leases.lease(LeaseRequest.from_bytes(body, sender))
             case "beat":
-                self._leases.beat(Beat.from_bytes(body, sender))
+                beat = Beat.from_bytes(body, sender)
+                check_reachable(beat.reader, has_keys=isinstance(self.credentials, Keys))
+                self._leases.beat(beat)
                 return BeatAnswer(datasets=self._catalog.folders)
             case "status":
                 return self.status()

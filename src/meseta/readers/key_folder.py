@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import socket
@@ -17,12 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from meseta.data.read.served.credentials import new_token, write_secret
 from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, ServerKeys
 from meseta.errors import shown
 from meseta.machine.files import whole_folder
+from meseta.machine.remote import HOST_LABEL
 from meseta.spec import MesetaError
 
-TOKEN_BYTES = 32
 _SIGNS = x509.KeyUsage(
     digital_signature=True,
     content_commitment=False,
@@ -34,8 +34,7 @@ _SIGNS = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-_LABEL = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
-HOST_PATTERN = re.compile(rf"{_LABEL}(\.{_LABEL})*|\*(\.{_LABEL}){{2,}}")
+HOST_PATTERN = re.compile(rf"{HOST_LABEL}(\.{HOST_LABEL})*|\*(\.{HOST_LABEL}){{2,}}")
 """A name of DNS; below a domain, the first part of it may be any."""
 
 
@@ -49,10 +48,10 @@ def make_keys(folder: Path, hosts: Sequence[str], days: float) -> None:
     certificate, key = _certificate(ExtendedKeyUsageOID.SERVER_AUTH, days, names)
     client = b"".join(_certificate(ExtendedKeyUsageOID.CLIENT_AUTH, days))
     with whole_folder(folder) as inside:
-        _write(inside / CERTIFICATE, certificate, 0o644)
-        _write(inside / KEY, key, 0o600)
-        _write(inside / CLIENT, client, 0o600)
-        _write(inside / TOKEN, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode(), 0o600)
+        write_secret(inside / CERTIFICATE, certificate, 0o644)
+        write_secret(inside / KEY, key)
+        write_secret(inside / CLIENT, client)
+        write_secret(inside / TOKEN, new_token() + b"\n")
         ServerKeys.load(inside)
 
 
@@ -93,8 +92,3 @@ def _certificate(
         certificate.public_bytes(Encoding.PEM),
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
     )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -118,16 +118,16 @@ class LeaseTable:
                 if leases.get(trouble.window) == trouble.reader:
                     why: WhyMoved = "slow" if trouble.what == SLOW else "lost"
                     self._relieve(request.session.run, leases, trouble.window, why)
-            answer = []
+            answer, turn = [], self._turn(request.session.run, at_work)
             for window in request.windows:
-                if leases.get(window) not in at_work:
+                if leases.get(window) not in self._readers:
                     if window in leases:
                         self.num_moved["silent"] += 1
-                    url = self._next_in_turn(request.session.run, at_work)
-                    if url is None:
+                    if not turn:
                         continue
-                    leases[window] = url
-                    self._readers[url].last_turn = next(self._turns)
+                    leases[window] = turn[0]
+                    self._readers[turn[0]].last_turn = next(self._turns)
+                    turn.rotate(-1)
                 answer.append(WindowLease(window=window, reader=leases[window]))
             forget_oldest(leases, MOST_LEASES)
             return Leases(leases=tuple(answer), num_readers=len(self._staying(at_work)))
@@ -168,12 +168,12 @@ class LeaseTable:
             del leases[window]
             self.num_moved[why] += 1
 
-    def _next_in_turn(self, run: str, at_work: list[str]) -> str | None:
-        """Of the readers that stay, and that nobody of this run shuns if there are such, the one that was given its
-        last window before the others: whoever has just come is next, and does not have to catch up."""
+    def _turn(self, run: str, at_work: list[str]) -> deque[str]:
+        """Readers that stay, and that nobody of this run shuns if there are such, in the order in which they were given
+        their last windows: whoever has just come is next, and does not have to catch up."""
         now_s, staying = self._clock(), self._staying(at_work)
         welcome = [url for url in staying if self._readers[url].shunned_until_s.get(run, now_s) <= now_s]
-        return min(welcome or staying, key=lambda url: self._readers[url].last_turn, default=None)
+        return deque(sorted(welcome or staying, key=lambda url: self._readers[url].last_turn))
 
     def _staying(self, urls: Iterable[str]) -> list[str]:
         return [url for url in urls if not self._readers[url].beat.is_leaving]

@@ -1,4 +1,5 @@
-"""Where dispatchers and readers listen, and whom they let in: on this machine alone, unless there are keys."""
+"""Where dispatchers and readers listen, and whom they let in: whoever shows the token, on this machine alone unless
+there are keys."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import hmac
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any, TypeVar
 
 from pyarrow import flight
 
-from meseta.data.read.served.keys import HEADER, ServerKeys
+from meseta.data.read.served.credentials import HEADER, Credentials, PortToken
+from meseta.data.read.served.keys import ServerKeys
 from meseta.errors import one_line, shown
-from meseta.machine.remote import ENCRYPTED, PLAIN
+from meseta.machine.remote import ENCRYPTED, PLAIN, check_reachable, is_loopback
 from meseta.spec import MesetaError
 
 MOST_CALLS = 4096
@@ -32,39 +34,40 @@ class Endpoint:
     """0: any that is free."""
     reached_as: str = "127.0.0.1"
     """The host, as others call it."""
-    keys: ServerKeys | None = None
+    credentials: Credentials | None = None
+    """What callers show, `ServerKeys` to encrypt; `None` makes a token for the port, stored for callers of this
+    user."""
+
+    @property
+    def keys(self) -> ServerKeys | None:
+        return self.credentials if isinstance(self.credentials, ServerKeys) else None
 
     @property
     def scheme(self) -> str:
         return PLAIN if self.keys is None else ENCRYPTED
 
     @staticmethod
-    def of(listen: str, advertise: str | None = None, keys: Path | None = None) -> Endpoint:
-        """From options of a command. Raises MesetaError for what is no HOST:PORT, an address that others reach without
-        keys, and keys that do not cover the host."""
+    def of(
+        listen: str, advertise: str | None = None, keys: Path | None = None, credentials: Credentials | None = None
+    ) -> Endpoint:
+        """From options of a command; `credentials`: those without keys. Raises MesetaError for what is no HOST:PORT, an
+        address that others reach without keys, and keys that do not cover the host."""
         host, sign, port = listen.rpartition(":")
         if not (sign and host and ":" not in host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise MesetaError(f"readers: --listen is HOST:PORT, such as 127.0.0.1:7077, got {shown(listen)}")
         host = "127.0.0.1" if host == "localhost" else host
         if keys is None:
-            if not _is_own(host):
+            if not is_loopback(host):
                 raise MesetaError(
                     f"readers: --listen {shown(listen)}: others reach it, and without keys it must be 127.0.0.1; make "
                     "some with `meseta readers keys DIR`, and give --keys DIR"
                 )
-            return Endpoint(host=host, port=int(port), reached_as=advertise or host)
+            check_reachable(f"{PLAIN}://{advertise or host}:1", has_keys=False)
+            return Endpoint(host=host, port=int(port), reached_as=advertise or host, credentials=credentials)
         reached_as = advertise or (socket.gethostname() if _is_every(host) else host)
         loaded = ServerKeys.load(keys)
         loaded.check_host(reached_as)
-        return Endpoint(host=host, port=int(port), reached_as=reached_as, keys=loaded)
-
-
-def _is_own(host: str) -> bool:
-    """Whether it is an address that no other machine reaches."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return Endpoint(host=host, port=int(port), reached_as=reached_as, credentials=loaded)
 
 
 def _is_every(host: str) -> bool:
@@ -78,8 +81,9 @@ def _is_every(host: str) -> bool:
 class Doorkeeper(flight.ServerMiddlewareFactory):
     """Lets calls with the token in, and not too many at a time, before what they ask is read."""
 
-    def __init__(self, keys: ServerKeys | None) -> None:
-        self._header = None if keys is None else keys.header().encode()
+    def __init__(self, credentials: Credentials | None) -> None:
+        self.credentials = credentials
+        """`None` refuses every call."""
         self._num_calls = 0
         self._lock = threading.Lock()
 
@@ -87,13 +91,18 @@ class Doorkeeper(flight.ServerMiddlewareFactory):
         """Raises the error that the caller is told."""
         shown_header = next(iter(headers.get(HEADER, ())), "")
         sent = shown_header if isinstance(shown_header, bytes) else shown_header.encode()
-        if self._header is not None and not hmac.compare_digest(sent, self._header):
-            raise flight.FlightUnauthenticatedError(f"a call has {HEADER}: Bearer TOKEN, and the TOKEN of these keys")
+        if not self._is_known(sent):
+            raise flight.FlightUnauthenticatedError(f"a call has {HEADER}: Bearer TOKEN, and the TOKEN of this service")
         with self._lock:
             if self._num_calls >= MOST_CALLS:
                 raise flight.FlightServerError(f"{MOST_CALLS:,} calls are being answered, the most at a time")
             self._num_calls += 1
         return _CountedCall(self)
+
+    def _is_known(self, header: bytes) -> bool:
+        with suppress(MesetaError):  # the token is not stored yet
+            return self.credentials is not None and hmac.compare_digest(header, self.credentials.header().encode())
+        return False
 
     def leave(self) -> None:
         """A call has ended."""
@@ -113,7 +122,12 @@ class OwnServer(flight.FlightServerBase):
     """A server at an endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        options: dict[str, Any] = {"middleware": {"doorkeeper": Doorkeeper(endpoint.keys)}}
+        """Raises MesetaError if its token cannot be stored."""
+        credentials = endpoint.credentials
+        if credentials is None and endpoint.port:  # before anybody is refused who waits for this server
+            credentials = PortToken(endpoint.port).store()
+        doorkeeper = Doorkeeper(credentials)
+        options: dict[str, Any] = {"middleware": {"doorkeeper": doorkeeper}}
         if endpoint.keys is not None:
             # Who has no certificate is refused before a byte of a message is taken: gRPC reads one whole, however
             # large, before it asks anybody what to do with it.
@@ -125,6 +139,7 @@ class OwnServer(flight.FlightServerBase):
         super().__init__(f"{endpoint.scheme}://{endpoint.host}:{endpoint.port}", **options)
         self.url = f"{endpoint.scheme}://{endpoint.reached_as}:{self.port}"
         """Where it is reached."""
+        self.credentials = doorkeeper.credentials = credentials or PortToken(self.port).store()
 
     def end(self) -> None:
         """Serve nobody any more."""

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from meseta.data.read.served.credentials import CommandToken, Credentials, command_credentials, new_token
+from meseta.data.read.served.keys import Keys
 from meseta.machine.processes import Program, start_program
 from meseta.spec import MesetaError
 
@@ -21,9 +23,9 @@ TRY_AGAIN_S = 5.0
 class LocalReaders:
     """Readers of one dispatcher, which this process starts and ends."""
 
-    def __init__(self, url: str, keys: Path | None = None) -> None:
-        """`url`: of the dispatcher; `keys`: the folder of keys that it was started with."""
-        self._arguments = ("work", "--dispatcher", url, *(() if keys is None else ("--keys", str(keys))))
+    def __init__(self, url: str, credentials: Credentials) -> None:
+        """`url` and `credentials`: of the dispatcher."""
+        self._url, self._credentials = url, credentials
         self._programs: list[Program] = []
         self._leaving: list[Program] = []
         self._not_before_s = 0.0
@@ -44,7 +46,9 @@ class LocalReaders:
             self._leaving.append(leaving)
         while len(self._programs) < wanted and time.monotonic() >= self._not_before_s:
             try:
-                self._programs.append(_start(*self._arguments, stdout=subprocess.DEVNULL))
+                self._programs.append(
+                    _start("work", "--dispatcher", self._url, credentials=self._credentials, stdout=subprocess.DEVNULL)
+                )
             except OSError as error:
                 print(f"readers: a reader cannot be started ({error.strerror}); trying again", flush=True)
                 self._not_before_s = time.monotonic() + TRY_AGAIN_S
@@ -56,24 +60,37 @@ class LocalReaders:
 
 @contextmanager
 def local_readers(dataset: Path, least: int, most: int) -> Iterator[str]:
-    """The URL of a dispatcher of one dataset, which has so many readers. They end when this is left, and when this
-    process does, however it does. Raises MesetaError where they do not start."""
+    """The URL of a dispatcher of one dataset, which has so many readers; only this process and its forks know its
+    token. They end when this is left, and when this process does, however it does. Raises MesetaError where they do not
+    start."""
     bounds = ("--min", str(least), "--max", str(most), "--start-local")
-    dispatcher = _start("dispatch", "--data", str(dataset), "--listen", "127.0.0.1:0", *bounds, stdout=subprocess.PIPE)
+    options, credentials = ("--data", str(dataset), "--listen", "127.0.0.1:0", *bounds), CommandToken(new_token())
+    dispatcher = _start("dispatch", *options, credentials=credentials, stdout=subprocess.PIPE)
     try:
         assert dispatcher.stdout is not None
         with dispatcher.stdout:
             said = dispatcher.stdout.readline().decode().split()
         if len(said) < 3:  # it has told why on the same stderr
             raise MesetaError("--readers: the dispatcher did not start; see the line above")
-        yield said[2].rstrip(",")
+        url = said[2].rstrip(",")
+        with command_credentials(url, credentials):
+            yield url
     finally:
         _end([dispatcher])
 
 
-def _start(*arguments: str, stdout: int) -> Program:
-    command = [sys.executable, "-P", "-m", "meseta.cli.main", "readers", *arguments, "--until-stdin-ends"]
-    return start_program(command, {}, stdin=subprocess.PIPE, stdout=stdout, stderr=2)
+def _start(*arguments: str, credentials: Credentials, stdout: int) -> Program:
+    """Start a command of `meseta readers`. A token goes through its standard input, since others can list arguments and
+    variables of a process."""
+    keys = credentials if isinstance(credentials, Keys) else None
+    way = ["--token-stdin"] if keys is None else ["--keys", str(keys.folder)]
+    command = [sys.executable, "-P", "-m", "meseta.cli.main", "readers", *arguments, *way, "--until-stdin-ends"]
+    program = start_program(command, {}, stdin=subprocess.PIPE, stdout=stdout, stderr=2)
+    if keys is None:
+        assert program.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            program.stdin.write(credentials.current_token() + b"\n")
+    return program
 
 
 def _end(programs: list[Program]) -> None:

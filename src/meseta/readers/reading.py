@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from pyarrow import flight
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.cut import BatchCut
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.order import EpochOrder, Window, epoch_order
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Unreachable, as_flight_error
@@ -25,6 +25,7 @@ from meseta.data.read.served.service import Dispatcher
 from meseta.data.read.split import SplitRows
 from meseta.data.read.window_times import WindowTimes
 from meseta.machine.system import give_back_freed_memory, give_back_large_blocks
+from meseta.readers.cancelling import check_of, locked
 from meseta.readers.catalog import describe, open_split
 from meseta.readers.listening import Endpoint, OwnServer
 from meseta.readers.rates import BusyTime
@@ -99,15 +100,18 @@ class WindowReader:
         """Where the datasets lie, by name."""
         self._folders = folders
 
-    def schema(self, rows: RowsAsked) -> pa.Schema:
+    def schema(self, rows: RowsAsked, check: Check = unchecked) -> pa.Schema:
         """Of the record batches of `read`. Raises what `read` raises."""
-        return self._open(rows).schema
+        return self._open(rows, check).schema
 
-    def read(self, ticket: WindowTicket) -> Iterator[tuple[pa.RecordBatch, WindowMade | None]]:
+    def read(
+        self, ticket: WindowTicket, check: Check = unchecked
+    ) -> Iterator[tuple[pa.RecordBatch, WindowMade | None]]:
         """A rank's rows of a window, those that it has had left out; the first of them with how they came about. Raises
-        MesetaError for rows that there are not, and for a damaged file."""
+        MesetaError for rows that there are not, and for a damaged file, and what `check` raises, unless another rank
+        waits for the window."""
         session = ticket.session
-        split = self._open(session.rows)
+        split = self._open(session.rows, check)
         order = epoch_order(split.files.group_rows, session.rows.options, ticket.epoch, is_served=True)
         rank = session.rank
         if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
@@ -125,10 +129,11 @@ class WindowReader:
         with self.windows.window(
             (session.run, session.attempt, session.num_ranks, session.rows),
             (ticket.epoch, ticket.window),
-            takers_of(replace(cut, rank=0), ticket.begin, start, stop),
+            cut.ranks_between(ticket.begin, start, stop),
             rank,
             (stop - start) * _row_bytes(split.dataset),
-            lambda: self._decode(split, order, ticket.window, by_row=session.rows.shuffle),
+            lambda check: self._decode(split, order, ticket.window, check, by_row=session.rows.shuffle),
+            check,
         ) as content:
             places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
             for at in range(0, places.size, MOST_ROWS):
@@ -136,16 +141,16 @@ class WindowReader:
                 taken, made = _taken(content(), places[at : at + MOST_ROWS]), None if at else content().made()
                 yield to_record_batch(taken, split.dataset, split.schema), made
 
-    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, *, by_row: bool) -> DecodedWindow:
+    def _decode(self, split: OpenSplit, order: EpochOrder, index: int, check: Check, *, by_row: bool) -> DecodedWindow:
         window, times = order.window(index), WindowTimes()
         with self.busy.at_work():
-            rows = split.files.read(window.groups, by_row=by_row, times=times)
+            rows = split.files.read(window.groups, by_row=by_row, times=times, check=check)
         with self._count_lock:
             self.num_rows += window.num_rows
         return DecodedWindow(window, rows, times, time.monotonic())
 
-    def _open(self, rows: RowsAsked) -> OpenSplit:
-        with self._lock:
+    def _open(self, rows: RowsAsked, check: Check) -> OpenSplit:
+        with locked(self._lock, check):
             if rows not in self._splits:
                 forget_oldest(self._splits, MOST_SPLITS - 1)
                 self._splits[rows] = self._opened(rows)
@@ -160,18 +165,11 @@ class WindowReader:
                 f"dataset {rows.dataset!r} in {str(dataset.dir)!r} is another than the dispatcher's; copy it anew"
             )
         counts = self._dispatcher.count(CountRequest(rows=rows))
-        files = open_split(dataset, rows, dict(zip(counts.groups, counts.group_rows, strict=True)))
+        files = open_split(dataset, rows, counted=dict(zip(counts.groups, counts.group_rows, strict=True)))
         if files.group_rows != list(counts.group_rows):
             raise MesetaError(f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups; copy it anew")
         described = dataset.with_labels(rows.labels)
         return OpenSplit(described, files, schema_of(described, counts.wide_features))
-
-
-@lru_cache(maxsize=1024)
-def takers_of(cut: BatchCut, begin: int, start: int, stop: int) -> frozenset[int]:
-    """Ranks that have any of the rows start..stop-1; `cut`: that of rank 0, so that it is worked out once for all."""
-    ranks = range(cut.num_ranks)
-    return frozenset(rank for rank in ranks if replace(cut, rank=rank).num_rows_between(begin, start, stop))
 
 
 def _taken(decoded: DecodedWindow, places: NDArray[np.int64]) -> Rows:
@@ -219,13 +217,14 @@ class ReadServer(OwnServer):
         """A WindowTicket's rows."""
         try:
             asked = WindowTicket.from_bytes(ticket.ticket, f"trainer {context.peer()}")
-            return flight.GeneratorStream(self._reader.schema(asked.session.rows), self._read(asked))
+            check = check_of(context)
+            return flight.GeneratorStream(self._reader.schema(asked.session.rows, check), self._read(asked, check))
         except Exception as error:
             raise as_flight_error(error) from None
 
-    def _read(self, ticket: WindowTicket) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
+    def _read(self, ticket: WindowTicket, check: Check) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
         try:
-            for batch, made in self._reader.read(ticket):
+            for batch, made in self._reader.read(ticket, check):
                 yield batch if made is None else (batch, made.to_bytes())
         except Exception as error:
             raise as_flight_error(error) from None

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.served.messages import WhyAgain
+from meseta.readers.cancelling import WAIT_S, CancelledCall
 
 IDLE_S = 5.0
 """A window that nobody is being sent makes room for others after so long."""
@@ -29,8 +31,10 @@ class _HeldWindow(Generic[Content]):
     place: tuple[int, int]
     num_bytes: int
     """As estimated, then as it is."""
-    takers: set[int]
-    """Ranks that have not had all of it."""
+    takers: Collection[int]
+    """Ranks that will ask for it."""
+    had: set[int] = field(default_factory=set)
+    """Those of them that have had all of it."""
     content: Content | None = None
     problem: Exception | None = None
     num_streams: int = 0
@@ -83,14 +87,19 @@ class WindowStore(Generic[Content]):
         takers: Collection[int],
         taker: int,
         num_bytes: int,
-        decode: Callable[[], Content],
+        decode: Callable[[Check], Content],
+        check: Check = unchecked,
     ) -> Iterator[Callable[[], Content]]:
         """The window at `place`, (epoch, number), of an order, decoded unless it is held: what is given is asked for it
         whenever rows are taken, and decodes it once more where it has made room meanwhile. `takers`: the ranks that
-        will ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises."""
+        will ask for it; `taker` has had it when this is left without an exception. Raises what `decode` raises, and
+        `CancelledCall` of `check`; `decode` is given a check that raises it too, unless others wait for the window."""
         key = (order, place)
 
-        held = self._join(key, takers, num_bytes, decode)
+        def join() -> _HeldWindow[Content]:
+            return self._join(key, takers, num_bytes, decode, check)
+
+        held = join()
 
         def content() -> Content:
             nonlocal held
@@ -99,11 +108,12 @@ class WindowStore(Generic[Content]):
                     held.moved_s = time.monotonic()
                     if held.content is not None:
                         return held.content
-                held = self._join(key, takers, num_bytes, decode)
+                held = join()
 
         try:
             yield content
-            held.takers.discard(taker)
+            if taker in held.takers:
+                held.had.add(taker)
         finally:
             self._leave(key, held)
 
@@ -112,55 +122,72 @@ class WindowStore(Generic[Content]):
         key: tuple[Hashable, tuple[int, int]],
         takers: Collection[int],
         num_bytes: int,
-        decode: Callable[[], Content],
+        decode: Callable[[Check], Content],
+        check: Check,
     ) -> _HeldWindow[Content]:
         """Begin to be sent a window, which is there then."""
         while True:
-            held, is_new = self._hold(key, takers, num_bytes)
-            if is_new:
-                self._decode(key, held, decode)
-            if self._comes(key, held):
-                return held
+            check()
+            held, is_new = self._hold(key, takers, num_bytes, check)
+            try:
+                if is_new:
+                    self._decode(key, held, decode, check)
+                if self._comes(key, held, check):
+                    return held
+            except CancelledCall:
+                self._leave(key, held)
+                raise
             self._leave(key, held)
-            if held.problem is not None:
+            if held.problem is not None and not isinstance(held.problem, CancelledCall):  # of another caller
                 raise held.problem
 
     def _hold(
-        self, key: tuple[Hashable, tuple[int, int]], takers: Collection[int], num_bytes: int
+        self, key: tuple[Hashable, tuple[int, int]], takers: Collection[int], num_bytes: int, check: Check
     ) -> tuple[_HeldWindow[Content], bool]:
         """A window, once there is room, and whether it is a new one."""
         order, place = key
         with self._changed:
             held = self._held.get(key)
             while held is None and not self._has_room(order, place, num_bytes):
-                self._changed.wait(0.5)
+                self._changed.wait(WAIT_S)
+                check()
                 held = self._held.get(key)
             is_new = held is None
             if held is None:
-                held = self._held[key] = _HeldWindow(place, num_bytes, set(takers))
+                held = self._held[key] = _HeldWindow(place, num_bytes, takers)
             held.num_streams += 1
             return held, is_new
 
-    def _comes(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content]) -> bool:
+    def _comes(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content], check: Check) -> bool:
         """Wait until somebody has decoded a window; whether it is there, and has neither failed nor made room."""
         with self._changed:
-            self._changed.wait_for(lambda: held.content is not None or self._held.get(key) is not held)
+            while held.content is None and self._held.get(key) is held:
+                self._changed.wait(WAIT_S)
+                check()
             return held.content is not None
 
     def _leave(self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content]) -> None:
         with self._changed:
             held.num_streams -= 1
             held.moved_s = time.monotonic()
-            if not held.num_streams and not held.takers:
+            if not held.num_streams and len(held.had) == len(held.takers):
                 self._drop(key, held)
                 self._unfinished.pop(key, None)
             self._changed.notify_all()
 
     def _decode(
-        self, key: tuple[Hashable, tuple[int, int]], held: _HeldWindow[Content], decode: Callable[[], Content]
+        self,
+        key: tuple[Hashable, tuple[int, int]],
+        held: _HeldWindow[Content],
+        decode: Callable[[Check], Content],
+        check: Check,
     ) -> None:
+        def is_wanted() -> None:
+            if held.num_streams == 1:  # this one; others take what it decodes, whether it wants it or not
+                check()
+
         try:
-            content = decode()
+            content = decode(is_wanted)
         except Exception as error:
             with self._changed:
                 held.problem = error

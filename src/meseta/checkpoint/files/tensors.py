@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, read, writing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,34 @@ class EpochRows:
         return window, self._read(window.groups)
 
 
+@dataclass(frozen=True)
+class RankRanges(Collection[int]):
+    """A set of ranks, as a few ranges."""
+
+    ranges: tuple[range, ...]
+    """Disjoint, ascending, each of step 1."""
+
+    @staticmethod
+    def union(ranges: Iterable[range]) -> RankRanges:
+        """Return the ranks that are in any of some ranges of step 1."""
+        merged: list[range] = []
+        for one in sorted(filter(len, ranges), key=lambda one: one.start):
+            if merged and one.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, one.stop))
+            else:
+                merged.append(one)
+        return RankRanges(tuple(merged))
+
+    def __contains__(self, rank: object) -> bool:
+        return any(rank in one for one in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.ranges)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+
 class RankSlice(NamedTuple):
     """A rank's part of a global batch: rows first..last-1 of the epoch, and samples that fill it up."""
 
@@ -112,11 +141,37 @@ class BatchCut:
         """How many those are."""
         return int(self._runs_between(begin, first, last)[1].sum())
 
+    def ranks_between(self, begin: int, first: int, last: int) -> RankRanges:
+        """Return the ranks, whichever `rank` is, that have any of the rows first..last-1. Takes the same time for any
+        number of ranks, rows and batches."""
+        first, last = max(first, begin), min(last, self._end(begin))
+        if first >= last:
+            return RankRanges(())
+        low, high = (first - begin) // self.batch_size, (last - 1 - begin) // self.batch_size
+        # All batches between the outermost two are whole and of one size, so that one stands for all.
+        return RankRanges.union(
+            self._ranks_of(begin + number * self.batch_size, first, last) for number in {low, min(low + 1, high), high}
+        )
+
+    def _ranks_of(self, start: int, first: int, last: int) -> range:
+        """Ranks that have any of the rows first..last-1 in the batch that begins at row `start`."""
+        stop = min(start + self.batch_size, self.num_rows)
+        share, more = divmod(self.batch_size if self.last_batch == "pad" else stop - start, self.num_ranks)
+        longer = more * (share + 1)  # rows of the ranks that have one more, as in slice_of
+
+        def rank_of(place: int) -> int:
+            return place // (share + 1) if place < longer else more + (place - longer) // share
+
+        return range(rank_of(max(first, start) - start), rank_of(min(last, stop) - 1 - start) + 1)
+
+    def _end(self, begin: int) -> int:
+        """The row after the last one in a batch."""
+        return begin + min(self.num_batches_from(begin) * self.batch_size, self.num_rows - begin)
+
     def _runs_between(self, begin: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """This rank's slice of each batch that has any of the rows first..last-1: where it begins among them, and how
         many of them it has."""
-        end = begin + min(self.num_batches_from(begin) * self.batch_size, self.num_rows - begin)
-        first, last = max(first, begin), min(last, end)
+        first, last = max(first, begin), min(last, self._end(begin))
         batches = np.arange((first - begin) // self.batch_size, -(-(last - begin) // self.batch_size))
         start = begin + batches * self.batch_size
         sizes = (

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import opened_part
 from meseta.data.dataset.value_rules import check_types, check_values
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.rows import Rows, decode
 from meseta.data.read.selection import LeftOut, Selection
 from meseta.data.read.window_times import WindowTimes
@@ -41,10 +42,16 @@ class SplitFiles:
     """The row groups of a split that have rows to read."""
 
     def __init__(
-        self, dataset: Dataset, split: str, selection: Selection, counted: Mapping[int, int] | None = None
+        self,
+        dataset: Dataset,
+        split: str,
+        selection: Selection,
+        counted: Mapping[int, int] | None = None,
+        check: Check = unchecked,
     ) -> None:
         """Opens every file's footer, and reads the columns that the selection looks at, to count rows; unless others
-        have `counted` them: the rows that are read of each row group that has any, by its number in the split.
+        have `counted` them: the rows that are read of each row group that has any, by its number in the split. `check`
+        is called before each row group is counted, and may raise to end that.
 
         Raises MesetaError for a file that is missing, damaged or not what dataset.json says.
         """
@@ -61,7 +68,7 @@ class SplitFiles:
         if counted is not None:
             self._groups = [replace(g, num_rows=counted[g.number]) for g in self._groups if g.number in counted]
         elif selection.columns:
-            self._groups = self._select(self._groups)
+            self._groups = self._select(self._groups, check)
 
     @property
     def counted(self) -> dict[int, int]:
@@ -80,18 +87,22 @@ class SplitFiles:
         """Rows that are read of each row group."""
         return [group.num_rows for group in self._groups]
 
-    def read(self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None) -> Rows:
+    def read(
+        self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None, check: Check = unchecked
+    ) -> Rows:
         """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. What that
-        takes is added to `times`. Raises MesetaError for a damaged file."""
+        takes is added to `times`. `check` is called before each row group. Raises MesetaError for a damaged file, and
+        what `check` raises."""
         if times is None:
-            return self._read(groups, by_row, None)
+            return self._read(groups, by_row, None, check)
         with times.decoding():
-            return self._read(groups, by_row, times.add_storage)
+            return self._read(groups, by_row, times.add_storage, check)
 
-    def _read(self, groups: Sequence[int], by_row: bool, on_read: Callable[[float], None] | None) -> Rows:
+    def _read(self, groups: Sequence[int], by_row: bool, on_read: Callable[[float], None] | None, check: Check) -> Rows:
         tables = []
         columns = list(dict.fromkeys([*self._dataset.columns, *self._selection.columns]))
         for number in groups:
+            check()
             group = self._groups[number]
             table = self._read_columns(group, columns, on_read)
             check_values(self._paths[group.file], group.first_row, table, self._dataset)
@@ -108,10 +119,11 @@ class SplitFiles:
         with opened_part(path, self._metadata[group.file], on_read) as file:
             return file.read_row_group(group.index, columns=columns)
 
-    def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:
+    def _select(self, groups: list[_RowGroup], check: Check) -> list[_RowGroup]:
         """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
 
         def count_of(group: _RowGroup) -> tuple[int, LeftOut]:
+            check()
             table = self._read_columns(group, self._selection.columns)
             mask, left_out = self._selection.mask(table, group.first_row_of_split)
             return int(mask.sum()), left_out

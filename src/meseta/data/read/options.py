@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from meseta.spec import MesetaError
 
 LastBatch = Literal["keep", "drop", "pad"]
+Check = Callable[[], None]
+"""Called between pieces of work. It raises if nobody waits for the result any more."""
+
+
+def unchecked() -> None:
+    """Let work go on to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)

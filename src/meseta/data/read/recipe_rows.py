@@ -9,6 +9,7 @@ from itertools import accumulate
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.options import Check, unchecked
 from meseta.data.read.rows import Rows, decode
 from meseta.data.read.selection import LeftOut, Selection
 from meseta.data.read.window_times import WindowTimes
@@ -29,10 +30,12 @@ class RecipeRows:
         *,
         shuffles: bool,
         num_threads: int | None = None,
+        check: Check = unchecked,
     ) -> None:
         """Holds the sources against the recipe, and makes all rows once where the selection looks at columns, to count
         those that are read; unless others have `counted` them. `shuffles`: whether groups will be read in any order;
-        `num_threads`: None: the cores this process may use.
+        `num_threads`: None: the cores this process may use. `check` is called before each row group is counted, and may
+        raise to end that.
 
         Raises MesetaError for a file that is missing, damaged or has changed, and for one that cannot be shuffled.
         """
@@ -51,7 +54,7 @@ class RecipeRows:
         if counted is not None:
             self.counted = {number: counted[number] for number in self.counted if number in counted}
         elif selection.columns:
-            self.counted = self._select()
+            self.counted = self._select(check)
         self._groups = list(self.counted)
 
     @property
@@ -64,30 +67,36 @@ class RecipeRows:
         """Rows that are read of each row group."""
         return list(self.counted.values())
 
-    def read(self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None) -> Rows:
+    def read(
+        self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None, check: Check = unchecked
+    ) -> Rows:
         """Make the rows of row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one.
-        What that takes is added to `times`. Raises MesetaError for a file that is damaged or has changed."""
+        What that takes is added to `times`. `check` is called before each row group. Raises MesetaError for a file that
+        is damaged or has changed, and what `check` raises."""
         numbers = [self._groups[place] for place in groups]
         begin_s, work = time.perf_counter(), MakingWork()
-        tables = [table for table, _ in self._selected(numbers, work)]
+        tables = [table for table, _ in self._selected(numbers, check, work)]
         rows = decode(self._dataset, tables, by_row=by_row)
         if times is not None:
             times.add_making(time.perf_counter() - begin_s, work.read_share)
         return rows
 
-    def _selected(self, numbers: Sequence[int], work: MakingWork | None = None) -> Iterator[tuple[pa.Table, LeftOut]]:
+    def _selected(
+        self, numbers: Sequence[int], check: Check, work: MakingWork | None = None
+    ) -> Iterator[tuple[pa.Table, LeftOut]]:
         """The rows that are read of some row groups, and how many are not."""
         for number, table in zip(numbers, self._maker.groups(self._split, numbers, work), strict=True):
+            check()
             if not self._selection.columns:
                 yield table, LeftOut()
                 continue
             mask, left_out = self._selection.mask(table, self._first_rows[number])
             yield table.filter(pa.array(mask)), left_out
 
-    def _select(self) -> dict[int, int]:
+    def _select(self, check: Check) -> dict[int, int]:
         """Rows that are read of each row group, those without any left out."""
         counted = {}
-        for number, (table, left_out) in zip(self.counted, self._selected(list(self.counted)), strict=True):
+        for number, (table, left_out) in zip(self.counted, self._selected(list(self.counted), check), strict=True):
             self.left_out = LeftOut(
                 self.left_out.by_filter + left_out.by_filter, self.left_out.negatives + left_out.negatives
             )

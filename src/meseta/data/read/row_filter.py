@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.vocabulary import read_values
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.raw_rows import log1p
+from meseta.errors import shown
 from meseta.spec import MesetaError, nearest
 
 Mask = NDArray[np.bool_]
@@ -37,6 +38,9 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
 }  # fmt: skip
 _WORDS = ("and", "or", "not", "in")
+MAX_ALTERNATIVES = 4096
+"""Maximum number of constants in a condition, in its comparisons and lists together: it bounds the time to read one and
+to apply it to a row."""
 _MAX_DEPTH = 50
 
 
@@ -67,12 +71,13 @@ class RowFilter:
         self._dataset = dataset
         self._columns = {column.name: column for column in columns_of(dataset)}
         self._used: list[str] = []
-        self._tokens = list(self._split())
-        self._at = 0
+        self._tokens = self._split()
+        self._next = next(self._tokens)
+        self._num_constants = 0
         self._depth = 0
         self._node = self._any()
         if self._next.kind != "end":
-            self._fail(f"expected 'and', 'or' or the end, got {self._next.text!r}")
+            self._fail(f"expected 'and', 'or' or the end, got {shown(self._next.text)}")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -83,8 +88,8 @@ class RowFilter:
         """Which rows of a table with at least those columns fulfil it [n]."""
         return self._node(table)
 
-    def _split(self) -> Sequence[_Token]:
-        tokens, at = [], 0
+    def _split(self) -> Iterator[_Token]:
+        at = 0
         text = self.condition.rstrip()
         while at < len(text):
             match = _TOKEN.match(text, at)
@@ -96,21 +101,22 @@ class RowFilter:
             begin = match.start(kind)
             if kind == "name" and found in _WORDS:
                 kind = "sign"
-            tokens.append(_Token("name" if kind == "quoted" else kind, found, begin))
+            yield _Token("name" if kind == "quoted" else kind, found, begin)
             at = match.end()
-        return [*tokens, _Token("end", "the end", len(text))]
+        while True:
+            yield _Token("end", "the end", len(text))
 
     def _any(self) -> Node:
         parts = [self._all()]
         while self._take("or"):
             parts.append(self._all())
-        return parts[0] if len(parts) == 1 else lambda table: np.logical_or.reduce([part(table) for part in parts])
+        return _joined(np.logical_or, parts)
 
     def _all(self) -> Node:
         parts = [self._one()]
         while self._take("and"):
             parts.append(self._one())
-        return parts[0] if len(parts) == 1 else lambda table: np.logical_and.reduce([part(table) for part in parts])
+        return _joined(np.logical_and, parts)
 
     def _one(self) -> Node:
         self._depth += 1
@@ -130,42 +136,58 @@ class RowFilter:
     def _comparison(self) -> Node:
         token = self._pop()
         if token.kind != "name":
-            self._fail(f"expected a column, got {token.text!r}", token.place)
+            self._fail(f"expected a column, got {shown(token.text)}", token.place)
         column = self._columns.get(token.text)
         if column is None:
-            self._fail(f"there is no column {token.text!r}; {nearest(token.text, self._columns)}", token.place)
+            self._fail(f"there is no column {shown(token.text)}; {nearest(token.text, self._columns)}", token.place)
         self._used.append(column.name)
         is_not = self._take("not")
         if is_not or self._next.text == "in":
             self._expect("in")
             self._expect("[")
-            constants = [self._constant(column, "==")]
+            tokens = [self._constant_token()]
             while self._take(","):
-                constants.append(self._constant(column, "=="))
+                tokens.append(self._constant_token())
             self._expect("]")
+            constants = self._constants(column, "==", tokens)
             return lambda table: np.isin(_values(table, column), constants, invert=is_not)
         sign = self._pop()
         if sign.kind != "sign" or sign.text not in _COMPARISONS:
-            self._fail(f"expected a comparison or 'in' after {column.name!r}, got {sign.text!r}", sign.place)
-        compare, constant = _COMPARISONS[sign.text], self._constant(column, sign.text)
+            self._fail(f"expected a comparison or 'in' after {column.name!r}, got {shown(sign.text)}", sign.place)
+        [constant] = self._constants(column, sign.text, [self._constant_token()])
+        compare = _COMPARISONS[sign.text]
         return lambda table: compare(_values(table, column), constant)
 
-    def _constant(self, column: DataColumn, sign: str) -> Any:
-        """A constant as the column would hold it."""
+    def _constant_token(self) -> _Token:
         token = self._pop()
         if token.kind not in ("number", "text"):
-            self._fail(f"expected a number or a text in quotes, got {token.text!r}", token.place)
-        text = token.text[1:-1] if token.kind == "text" else token.text.replace("_", "")
+            self._fail(f"expected a number or a text in quotes, got {shown(token.text)}", token.place)
+        self._num_constants += 1
+        if self._num_constants > MAX_ALTERNATIVES:
+            self._fail(
+                f"more than {MAX_ALTERNATIVES:,} constants; use fewer, or prepare a column that selects the rows",
+                token.place,
+            )
+        return token
+
+    def _constants(self, column: DataColumn, sign: str, tokens: Sequence[_Token]) -> list[Any]:
+        """Constants as the column would hold them."""
         if column.role == "ids":
-            return self._id(column, text, sign, token)
+            return self._ids(column, sign, tokens)
+        return [self._constant(column, token) for token in tokens]
+
+    def _constant(self, column: DataColumn, token: _Token) -> Any:
+        text = _text(token)
         if column.role == "time" and token.kind == "text":
             try:
                 moment = datetime.fromisoformat(text)
             except ValueError:
-                self._fail(f"{text!r} is no time; write it as '2026-01-31 12:00', or in seconds", token.place)
+                self._fail(f"{shown(text)} is no time; write it as '2026-01-31 12:00', or in seconds", token.place)
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         if token.kind == "text":
-            self._fail(f"column {column.name!r} holds numbers, so compare it with a number, not {text!r}", token.place)
+            self._fail(
+                f"column {column.name!r} holds numbers, so compare it with a number, not {shown(text)}", token.place
+            )
         if column.role == "id weights":
             self._fail(f"column {column.name!r} holds weights of ids, several per row", token.place)
         number = float(text)
@@ -183,46 +205,67 @@ class RowFilter:
             return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
         return np.float32((float(log1p(np.array([number]), signed=feature.signed)[0]) - feature.mean) / feature.std)
 
-    def _id(self, column: DataColumn, text: str, sign: str, token: _Token) -> int:
+    def _ids(self, column: DataColumn, sign: str, tokens: Sequence[_Token]) -> list[int]:
+        """Rows of the table of a column, of all constants together: its vocabulary may be a large file."""
+        place = tokens[0].place
         if column.is_list:
-            self._fail(f"column {column.name!r} holds several ids per row; take one with a single id", token.place)
+            self._fail(f"column {column.name!r} holds several ids per row; take one with a single id", place)
         if sign not in ("==", "!="):
-            self._fail(f"categories have no order: compare {column.name!r} by ==, != or in", token.place)
+            self._fail(f"categories have no order: compare {column.name!r} by ==, != or in", place)
         feature = next(feature for feature in self._dataset.sparse if feature.name == column.name)
         if feature.made_of:
             parts = " and ".join(map(repr, feature.made_of))
-            self._fail(f"column {column.name!r} is made of {parts}; compare those", token.place)
+            self._fail(f"column {column.name!r} is made of {parts}; compare those", place)
+        texts = [_text(token) for token in tokens]
         if feature.hash_seed is not None:
-            return int(hash_to_rows(pa.array([text]), feature.num_embeddings, int(feature.hash_seed, 16))[0])
-        row = int(pc.index(read_values(self._dataset.dir, feature), text.encode()).as_py())
-        if row < 0:
-            self._fail(
-                f"the vocabulary of {column.name!r} does not hold {text!r}, so its rows cannot be told", token.place
-            )
-        return row
-
-    @property
-    def _next(self) -> _Token:
-        return self._tokens[self._at]
+            rows = hash_to_rows(pa.array(texts), feature.num_embeddings, int(feature.hash_seed, 16))
+            return [int(row) for row in rows]
+        values = pa.array([text.encode() for text in texts], pa.large_binary())
+        rows = pc.index_in(values, value_set=read_values(self._dataset.dir, feature)).to_pylist()
+        for token, text, row in zip(tokens, texts, rows, strict=True):
+            if row is None:
+                self._fail(
+                    f"the vocabulary of {column.name!r} does not hold {shown(text)}, so its rows cannot be told",
+                    token.place,
+                )
+        return rows
 
     def _pop(self) -> _Token:
-        token = self._next
-        self._at = min(self._at + 1, len(self._tokens) - 1)
+        token, self._next = self._next, next(self._tokens)
         return token
 
     def _take(self, sign: str) -> bool:
         if self._next.kind == "sign" and self._next.text == sign:
-            self._at += 1
+            self._pop()
             return True
         return False
 
     def _expect(self, sign: str) -> None:
         if not self._take(sign):
-            self._fail(f"expected {sign!r}, got {self._next.text!r}")
+            self._fail(f"expected {sign!r}, got {shown(self._next.text)}")
 
     def _fail(self, problem: str, place: int | None = None) -> NoReturn:
         at = self._next.place if place is None else place
-        raise MesetaError(f"filter {self.condition!r}, character {at + 1}: {problem}")
+        raise MesetaError(f"filter {shown(self.condition)}, character {at + 1}: {problem}")
+
+
+def _text(token: _Token) -> str:
+    """What a constant says, without quotes and the underscores of numbers."""
+    return token.text[1:-1] if token.kind == "text" else token.text.replace("_", "")
+
+
+def _joined(join: np.ufunc, parts: Sequence[Node]) -> Node:
+    """All parts by `join`, with one mask at a time beside the result."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(table: pa.Table) -> Mask:
+        mask = parts[0](table)
+        for part in parts[1:]:
+            join(mask, part(table), out=mask)
+        return mask
+
+    return joined
 
 
 def _values(table: pa.Table, column: DataColumn) -> NDArray[Any]:

@@ -6,13 +6,13 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 from pyarrow import flight
 
-from meseta.data.read.served.keys import HEADER, Keys, refusal, strange_client, strange_token
+from meseta.data.read.served.credentials import HEADER, Credentials, NoTokenError
+from meseta.data.read.served.keys import Keys, refusal, strange_client
 from meseta.errors import MesetaError, StorageError, one_line
-from meseta.machine.remote import ENCRYPTED, check_encryption, checked_url
+from meseta.machine.remote import ENCRYPTED, check_reachable, host_and_port
 from meseta.machine.variables import variables
 
 variables.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would tell every handshake that fails
@@ -47,10 +47,12 @@ def as_flight_error(error: Exception) -> flight.FlightServerError:
 class Connection:
     """To one of them; it is made by the first call. Threads may share it."""
 
-    def __init__(self, kind: str, url: str, keys: Keys | None) -> None:
-        """`kind`: "dispatcher" or "reader". Raises MesetaError for what is no address, or does not go with the keys."""
-        check_encryption(checked_url(url), has_keys=keys is not None)
-        self.url, self._kind, self._keys = url, kind, keys
+    def __init__(self, kind: str, url: str, credentials: Credentials) -> None:
+        """`kind`: "dispatcher" or "reader". Raises MesetaError for what is no address, or does not go with the
+        credentials: keys encrypt, and a token alone is shown to this machine only."""
+        self._keys = keys = credentials if isinstance(credentials, Keys) else None
+        check_reachable(url, has_keys=keys is not None)
+        self.url, self._kind, self._credentials = url, kind, credentials
         self._context = _for_anybody() if keys is None else keys.checking()
         tls = {}
         if keys is not None:
@@ -61,9 +63,14 @@ class Connection:
         return f"{self._kind} {self.url}"
 
     def options(self, timeout_s: float | None = None) -> flight.FlightCallOptions:
-        """Of a call that may take so long."""
-        headers = [] if self._keys is None else [(HEADER.encode(), self._keys.header().encode())]
-        return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
+        """Of a call that may take so long. Raises Unreachable if no token is stored yet, and MesetaError if it is in a
+        file that others may read."""
+        try:
+            header = self._credentials.header()
+        except NoTokenError as error:
+            self._find_fault()
+            raise Unreachable(f"{self} cannot be reached: {error}") from None
+        return flight.FlightCallOptions(timeout=timeout_s, headers=[(HEADER.encode(), header.encode())])
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -76,10 +83,8 @@ class Connection:
                 text = error.extra_info.decode(errors="replace")
                 raise MesetaError(f"{self}: {text[:4096]}") from None
             raise Unreachable(f"{self} failed: {said(error)}") from None
-        except flight.FlightUnauthenticatedError as error:
-            raise MesetaError(
-                strange_token(str(self), self._keys) if self._keys else f"{self}: {said(error)}"
-            ) from None
+        except flight.FlightUnauthenticatedError:
+            raise MesetaError(self._credentials.refusal(str(self))) from None
         except (flight.FlightUnavailableError, flight.FlightTimedOutError):
             self._find_fault()
             raise Unreachable(f"{self} cannot be reached: it has not answered, or broke off") from None
@@ -91,15 +96,15 @@ class Connection:
     def _find_fault(self) -> None:
         """See why a call has failed. Raises MesetaError where another one would fail as well, and Unreachable where
         nobody is there; gRPC tells both in one."""
-        host = str(urlsplit(self.url).hostname)
+        host, port = host_and_port(self.url)
         try:
-            first = self._first_byte(host)
+            first = self._first_byte(host, port)
             if self._keys is None:
                 raise MesetaError(
                     f"{self} answers those with keys alone; name their folder, by --keys DIR or data.service.keys=DIR, "
                     f"and write its address as {ENCRYPTED}://"
                 )
-            if not first and not self._first_byte(host):  # it may have been ending when it was asked first
+            if not first and not self._first_byte(host, port):  # it may have been ending when it was asked first
                 raise MesetaError(strange_client(str(self), self._keys))
         except ssl.SSLError as error:
             if self._keys is not None and not isinstance(error, ssl.SSLEOFError):
@@ -107,11 +112,11 @@ class Connection:
         except OSError as error:
             raise Unreachable(f"{self} cannot be reached: {_absence(error)}") from None
 
-    def _first_byte(self, host: str) -> bytes:
+    def _first_byte(self, host: str, port: int) -> bytes:
         """Of what is said to who has shaken hands; none: a server of gRPC has closed without a word, as it does to
         clients that it does not know. Raises OSError."""
         with (
-            socket.create_connection((host, urlsplit(self.url).port or 0), PROBE_S) as plain,
+            socket.create_connection((host, port), PROBE_S) as plain,
             self._context.wrap_socket(plain, server_hostname=host) as encrypted,
         ):
             return b"" if self._keys is None else encrypted.recv(1)

@@ -10,8 +10,6 @@ Who asks has certificate.pem, client.pem and token.
 
 from __future__ import annotations
 
-import os
-import re
 import ssl
 import time
 from contextlib import suppress
@@ -19,23 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meseta.data.read.served.credentials import Credentials, checked_token, read_secret
 from meseta.errors import MesetaError, one_line
-from meseta.machine.files import open_regular
 
 CERTIFICATE, KEY, CLIENT, TOKEN = "certificate.pem", "key.pem", "client.pem", "token"
-MOST_BYTES = 1 << 16
-"""Of a file of keys."""
-TOKEN_PATTERN = re.compile(rb"[A-Za-z0-9_-]{43,1024}")
-"""32 random bytes and more, in the letters that URLs have."""
-HEADER = "authorization"
-"""What a call has the token in."""
 _SAME_FOLDER = "take that folder of keys which it was started with"
 ROUNDS = 8
 """Of messages in which a handshake has ended, one way or the other."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class Keys(Credentials):
     """What those who ask have of a folder of keys; what is secret is in no text of it."""
 
     folder: Path
@@ -46,21 +38,22 @@ class Keys:
     @staticmethod
     def load(folder: Path) -> Keys:
         """Raises MesetaError for a file that is not there, is damaged or cut short, or that others may read."""
-        token = read_key_file(folder / TOKEN, is_secret=True).strip()
-        if not TOKEN_PATTERN.fullmatch(token):
-            raise MesetaError(
-                f"keys: {str(folder / TOKEN)!r} has {len(token)} characters, and must have 43 or more, all of them "
-                "letters, digits, - and _; copy it again, or make new keys with `meseta readers keys`"
-            )
+        token = checked_token(
+            read_key_file(folder / TOKEN, is_secret=True),
+            f"keys: {str(folder / TOKEN)!r}",
+            "copy it again, or make new keys with `meseta readers keys`",
+        )
         keys = Keys(folder, read_key_file(folder / CERTIFICATE), read_key_file(folder / CLIENT, is_secret=True), token)
         ends_s = ssl.cert_time_to_seconds(str(keys.checking().get_ca_certs()[0]["notAfter"]))
         if ends_s < time.time():
             raise MesetaError(expired(f"keys: {str(folder / CERTIFICATE)!r}", ends_s))
         return keys
 
-    def header(self) -> str:
-        """What every call shows."""
-        return f"Bearer {self.token.decode()}"
+    def current_token(self) -> bytes:
+        return self.token
+
+    def refusal(self, who: str) -> str:
+        return f"{who} takes another token than that of {str(self.folder / TOKEN)!r}; {_SAME_FOLDER}"
 
     def checking(self) -> ssl.SSLContext:
         """How those who ask check a server, and show who they are. Raises MesetaError for a damaged file."""
@@ -130,11 +123,6 @@ def strange_client(who: str, keys: Keys) -> str:
     return f"{who} does not know the certificate of {str(keys.folder / CLIENT)!r}; {_SAME_FOLDER}"
 
 
-def strange_token(who: str, keys: Keys) -> str:
-    """That `who` has refused a call."""
-    return f"{who} takes another token than that of {str(keys.folder / TOKEN)!r}; {_SAME_FOLDER}"
-
-
 def expired(who: str, ends_s: float | None = None) -> str:
     """That a certificate has come to its end."""
     when = "" if ends_s is None else time.strftime(" on %Y-%m-%d", time.gmtime(ends_s))
@@ -145,17 +133,8 @@ def expired(who: str, ends_s: float | None = None) -> str:
 
 def read_key_file(path: Path, *, is_secret: bool = False) -> bytes:
     """A file of keys. Raises MesetaError where it cannot be read, or is a secret that others may read."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            mode, content = os.fstat(file.fileno()).st_mode, file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise MesetaError(
-            f"keys: {str(path)!r} cannot be read ({error.strerror}); copy it from the folder that `meseta readers "
-            "keys` has made"
-        ) from None
-    if is_secret and mode & 0o077:
-        raise MesetaError(f"keys: {str(path)!r} may be read by others, and is a secret; chmod 600 {path}")
-    return content
+    remedy = "copy it from the folder that `meseta readers keys` has made"
+    return read_secret(path, "keys", remedy, is_secret=is_secret)[0]
 
 
 def _trust(context: ssl.SSLContext, certificate: bytes, path: Path) -> None:

@@ -14,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, shown
-from meseta.machine.files import parse_json
+from meseta.machine.files import DOCUMENT_VALUES, parse_json
 
 MESSAGE_BYTES = 1 << 20
 """The most that one may have; descriptions and counts of a split, which the dispatcher sends, may have more."""
+MESSAGE_VALUES = 1 << 14
+"""The most values that one may have: each may be an error, which costs many times its bytes."""
 ANSWER_BYTES = 1 << 28
 TABLE_BYTES = 1 << 32
 """The most that a file may have that a TableRequest asks for."""
@@ -42,6 +44,7 @@ class Message(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
     limit_bytes: ClassVar[int] = MESSAGE_BYTES
+    limit_values: ClassVar[int] = MESSAGE_VALUES
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -55,7 +58,7 @@ class Message(BaseModel):
                 f"{sender} sent a message of {len(content):,} bytes; at most {cls.limit_bytes:,} are read"
             )
         try:
-            parse_json(content)  # refuses keys that are there twice, and depth
+            parse_json(content, most_values=cls.limit_values)  # refuses keys that are there twice, and depth
             return cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
@@ -131,7 +134,7 @@ class DescribeRequest(Message):
 class DatasetDescription(Message):
     """A dataset without its rows."""
 
-    limit_bytes = ANSWER_BYTES
+    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
     name: Name
     document: dict[str, Any]
     """As dataset.json, with the digests of all vocabularies."""
@@ -148,7 +151,7 @@ class CountRequest(Message):
 class Counts(Message):
     """Rows of each row group that has any to read, in the order of the split."""
 
-    limit_bytes = ANSWER_BYTES
+    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
     groups: tuple[Number, ...]
     """Numbers of the row groups in the split, ascending."""
     group_rows: tuple[Positive, ...]
@@ -259,7 +262,7 @@ class Beat(Message):
 
 
 class BeatAnswer(Message):
-    limit_bytes = ANSWER_BYTES
+    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
     datasets: dict[Name, Name]
     """Folder of each, by name."""
 
@@ -302,7 +305,7 @@ class ReadersWanted(Message):
 class TierStatus(Message):
     """What the dispatcher knows."""
 
-    limit_bytes = ANSWER_BYTES
+    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
     datasets: dict[Name, Name]
     readers: tuple[ReaderStatus, ...]
     sessions: tuple[SessionStatus, ...]

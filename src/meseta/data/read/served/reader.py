@@ -36,7 +36,7 @@ class Service:
     dataset: str | None = None
     """As it calls it; None: the only one."""
     keys: Path | None = None
-    """Folder of keys, as `meseta readers keys` makes it; None: without encryption."""
+    """Folder of keys, as `meseta readers keys` makes it; None: without encryption, by the token of the address."""
     give_up_s: float = GIVE_UP_S
     """How long rows are waited for where no reader gives any."""
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pyarrow import flight
 
 from meseta.data.read.served.connection import Connection
-from meseta.data.read.served.keys import Keys
+from meseta.data.read.served.credentials import Credentials, credentials_for
 from meseta.data.read.served.messages import (
     TABLE_BYTES,
     Beat,
@@ -36,10 +36,11 @@ class Dispatcher:
     """Asks the dispatcher at a URL. Every method raises Unreachable where nobody answers, and MesetaError for what the
     dispatcher refuses, or an answer that is none. Threads may share one."""
 
-    def __init__(self, url: str, keys: Keys | None = None) -> None:
-        """Raises MesetaError for what is no address, or does not go with the keys."""
-        self.url, self.keys = url, keys
-        self._connection = Connection("dispatcher", url, keys)
+    def __init__(self, url: str, credentials: Credentials | None = None) -> None:
+        """`credentials`: None: those of an address without keys. Raises MesetaError for what is no address, or does not
+        go with them."""
+        self.url, self.credentials = url, credentials or credentials_for(url)
+        self._connection = Connection("dispatcher", url, self.credentials)
         self._readers: dict[str, Connection] = {}
 
     def __repr__(self) -> str:
@@ -79,7 +80,7 @@ class Dispatcher:
     def reader(self, url: str) -> Connection:
         """A reader that it has named; one connection to each, until `forget`."""
         if url not in self._readers:
-            self._readers[url] = Connection("reader", url, self.keys)
+            self._readers[url] = Connection("reader", url, self.credentials)
         return self._readers[url]
 
     def forget(self, url: str) -> None:
