@@ -22,6 +22,7 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
 from meseta.checkpoint.store.store import latest
 from meseta.comm import World
+from meseta.machine.activity import activity
 from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
@@ -68,6 +69,11 @@ def load(
     version, and tables that the model and the checkpoint do not share. The shards may then be partly filled.
     """
     path = locate(path)
+    with activity(f"loading {path.name}"):
+        return _load(path, world, shards, marks_since_whole)
+
+
+def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_since_whole: bool) -> Loaded:
     manifest = together(world, lambda: _find(path))
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
     together(world, lambda: _check_tables(path, manifest, held, shards))
@@ -86,6 +92,11 @@ def verify(path: Location | str) -> str:
     Raises MesetaError, naming the file, for one that is missing, truncated or changed.
     """
     path = locate(path)
+    with activity(f"verifying {path.name}"):
+        return _verify(path)
+
+
+def _verify(path: Location) -> str:
     manifest = _find(path)
     for key in ("dense", CARRIED):
         if key in manifest:

@@ -29,6 +29,7 @@ from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.comm import World
+from meseta.machine.activity import activity
 from meseta.machine.remote import Location
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan, Shard
@@ -68,7 +69,8 @@ def save(
     try:
         together(world, lambda: local.update({piece.shard: piece.in_order() for piece in whole}))
         document = {"step": step, "plan": plan, "state": state}
-        return _save(store, world, document, local, dense, options)
+        with activity(f"saving step {step}"):
+            return _save(store, world, document, local, dense, options)
     finally:
         for piece in whole:
             if local[piece.shard] is not piece:

@@ -206,11 +206,11 @@ def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) 
             passed_on = signals.number
             for rank in ranks:
                 rank.kill() if signals.again else rank.terminate()
-        trouble, warning = watch.look([code is None for code in codes])
+        trouble, lines = watch.look([code is None for code in codes])
         if trouble is not None:
             return _end(ranks, trouble)
-        if warning is not None:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
         time.sleep(0.05)
 
 

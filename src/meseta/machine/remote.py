@@ -17,6 +17,7 @@ from typing import Any, Union
 from urllib.parse import urlsplit
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
+from meseta.machine.activity import waiting_for
 from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
@@ -331,7 +332,8 @@ class RemotePath:
             for wait_s in (*WAITS_S, None):
                 system.invalidate_cache()  # others write there too
                 try:
-                    return send(system, path)
+                    with waiting_for(self.url, "read" if verb == "read" else "write", _transfer_thread(system)):
+                        return send(system, path)
                 except Exception as error:
                     if _is_there(error):
                         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url) from None
@@ -346,6 +348,14 @@ class RemotePath:
 def _system_of(url: str) -> tuple[Any, str]:
     with remote_errors("checkpoint", url, "used"):
         return _filesystem(url)
+
+
+def _transfer_thread(system: Any) -> int | None:
+    """Native id of the thread that transfers the bytes of requests; None: the one that calls."""
+    from fsspec import asyn
+
+    thread = asyn.iothread[0] if system.async_impl else None
+    return None if thread is None else thread.native_id
 
 
 def _last(name: object) -> str:
