@@ -37,9 +37,12 @@ from meseta.machine.processes import leave_at_once, remove_all_scratch
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
+from meseta.telemetry.memory_watch import check_start_memory
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
 from meseta.telemetry.rank_record import ThisProcess
 
+USES_TORCH = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
+"""Commands that import torch, whatever their options."""
 LAST_WORDS_S = 5.0
 """How long a rank that has lost another one may take to find out why."""
 
@@ -78,11 +81,14 @@ def _show_version(asked: bool) -> bool:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the versions and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Train recommendation models whose embedding tables are larger than one device."""
+    if context.invoked_subcommand in USES_TORCH and "RANK" not in variables and "--help" not in sys.argv:
+        check_start_memory(1)
 
 
 class Interrupted(BaseException):

@@ -14,7 +14,8 @@ from meseta.errors import MesetaError
 from meseta.machine.time_limits import TimeLimits
 from meseta.telemetry.diagnosis import Settling, Trouble, find_astray, find_stuck, find_trouble
 from meseta.telemetry.hearts import Hearts
-from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file
+from meseta.telemetry.memory_watch import MemoryWatch
+from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file, record_path
 from meseta.telemetry.stalls import LOOK_INTERVAL_S, StallWatch, WatchedProcess, is_held
 
 PERIOD_S = 1.0
@@ -29,12 +30,13 @@ class RankWatch:
     def __init__(self, num_ranks: int, limits: TimeLimits, run_dir: Path | None = None) -> None:
         """With `run_dir` their files may get names there."""
         self.limits = limits
+        self._run_dir = run_dir
         self._files = [record_file(run_dir or Path(tempfile.gettempdir())) for _ in range(num_ranks)]
         self._looked_s = time.monotonic()
         self._hearts = Hearts(range(num_ranks), self._looked_s)
         self._settling = Settling()
         self._warned: set[tuple[int, ...]] = set()
-        self._stalls = StallWatch()
+        self._stalls, self._memory = StallWatch(), MemoryWatch()
         self._stalls_looked_s = self._looked_s
 
     def variables(self, rank: int) -> dict[str, str]:
@@ -69,8 +71,16 @@ class RankWatch:
         if now_s - self._stalls_looked_s < LOOK_INTERVAL_S:
             return []
         self._stalls_looked_s = now_s
-        watched = [WatchedProcess(state.pid, state.activities, rank) for rank, state in states.items()]
-        return self._stalls.look(watched, now_s)
+        watched = [
+            WatchedProcess(
+                state.pid,
+                state.activities,
+                rank,
+                mapped="" if self._run_dir is None else str(record_path(self._run_dir.absolute(), rank)),
+            )
+            for rank, state in states.items()
+        ]
+        return [*self._stalls.look(watched, now_s), *self._memory.look()]
 
     def _warning(self, states: Mapping[int, RankState], now_ns: int) -> str | None:
         """Once for each rank that keeps others waiting for long, but not yet for too long."""

@@ -20,6 +20,7 @@ from meseta.machine.activity import Activity, read_activities, this_process
 from meseta.machine.blocked_calls import blocked_calls, mount_of, num_wakeups
 from meseta.machine.process_state import state_of
 from meseta.machine.ranks import is_launched, rank_number
+from meseta.telemetry.memory_watch import MemoryWatch
 from meseta.telemetry.shown import duration
 
 STALL_S = 15.0
@@ -42,6 +43,8 @@ class WatchedProcess:
     """Its current entries in `meseta.machine.activity`."""
     rank: int | None = None
     """None: the command has one process."""
+    mapped: str = ""
+    """File that it maps and writes, to which page faults are attributed; '' if it has none."""
 
     @property
     def name(self) -> str:
@@ -64,7 +67,9 @@ class _Wait:
 
     @property
     def text(self) -> str:
-        return f"{self.call} of {self.target!r}" if self.call else "a page fault on a file that it has mapped"
+        if not self.call:
+            return f"a page fault{f', as of its mapped file {self.target!r}' if self.target else ''}"
+        return f"{self.call} of {self.target!r}"
 
 
 @dataclass
@@ -96,14 +101,12 @@ class StallWatch:
         for wait in waits.values():
             if now_s - wait.moved_s >= STALL_S:
                 by_cause.setdefault(_cause(wait.target), []).append(wait)
-        if len(by_cause) > 1:  # a page fault alone does not tell its file; what stalls next to it does
-            by_cause.pop(_cause(""), None)
         return [*self._warnings(by_cause, now_s), *self._notes(by_cause, now_s)]
 
     def _warnings(self, by_cause: Mapping[str, Sequence[_Wait]], now_s: float) -> list[str]:
         lines = []
         for cause, waits in by_cause.items():
-            first = min(waits, key=lambda wait: wait.moved_s)
+            first = min(waits, key=lambda wait: (not wait.call, wait.moved_s))  # a page fault does not tell its file
             episode = self._episodes.setdefault(cause, _Episode(first.moved_s, now_s))
             if now_s >= episode.next_report_s:
                 backoff_s = min((now_s - episode.began_s) * (BACKOFF_FACTOR - 1), MAX_BACKOFF_S)
@@ -134,7 +137,8 @@ def _waits(watched: WatchedProcess, now_s: float) -> list[tuple[_Wait, str]]:
     state = state_of(watched.process)
     if state is None or state.letter in "TtZX":  # one that is stopped is no matter of storage
         return []
-    found = [(call.thread, call.call, call.path, call.arguments) for call in blocked_calls(watched.process)]
+    calls = blocked_calls(watched.process)
+    found = [(call.thread, call.call, call.path or watched.mapped, call.arguments) for call in calls]
     requests = [one for one in watched.activities if one.target]
     found += [(one.worker, one.name, one.target, f"{one.target} {one.since_ns}") for one in requests]
     return [
@@ -154,7 +158,7 @@ def _continued(former: _Wait | None, wait: _Wait, passed_s: float) -> _Wait:
 def _cause(target: str) -> str:
     """What does not answer, for a message."""
     if not target:
-        return "the disk behind a mapped file"
+        return "the disk of its memory"
     if not target.startswith("/"):
         parts = urlsplit(target)
         return f"{parts.scheme}://{parts.netloc}"
@@ -179,7 +183,8 @@ def _report(cause: str, first: _Wait, waits: Sequence[_Wait], now_s: float) -> s
 
 @contextmanager
 def reported_stalls() -> Iterator[None]:
-    """Context manager with a daemon thread that reports the stalls of this process on standard error."""
+    """Context manager with a daemon thread that reports, on standard error, stalls of this process, and a control group
+    that is nearly full."""
     ended = threading.Event()
     threading.Thread(target=_report_until, args=(ended,), name="meseta-stalls", daemon=True).start()
     try:
@@ -189,8 +194,8 @@ def reported_stalls() -> Iterator[None]:
 
 
 def _report_until(ended: threading.Event) -> None:
-    watch, rank = StallWatch(), rank_number() if is_launched() else None
+    watch, memory, rank = StallWatch(), MemoryWatch(), rank_number() if is_launched() else None
     while not ended.wait(LOOK_INTERVAL_S):
         watched = WatchedProcess(os.getpid(), read_activities(this_process.content()), rank)
-        for line in watch.look([watched], time.monotonic()):
+        for line in [*watch.look([watched], time.monotonic()), *memory.look()]:
             os.write(2, f"{line}\n".encode(errors="replace"))
