@@ -10,7 +10,6 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,4 +148,3 @@ def main(source: str, device: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-    time.sleep(0)

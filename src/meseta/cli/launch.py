@@ -171,7 +171,7 @@ def _attempt(
         killed = tuple(r for r in killed if r == blamed or ranks[r].exitcode != -signal.SIGABRT)
         loss = f"rank {blamed} was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL and num_oom_kills(System()) > former_oom_kills:
-            loss += f" of the kernel, when no memory was left: it used up the {group_limit_text()}"
+            loss += f" of the kernel: the {group_limit_text()} is used up; raise the limit, or use smaller tables"
         return Ended(1, loss, killed)
     if code == LOST_CONNECTION:
         return Ended(code, f"rank {blamed} lost its connection to the other ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from types import FrameType
 from typing import Annotated
 
@@ -40,6 +41,7 @@ from meseta.machine.waiting import choose_waiting
 from meseta.telemetry.memory_watch import check_start_memory
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
 from meseta.telemetry.rank_record import ThisProcess
+from meseta.telemetry.stalls import StallReports
 
 USES_TORCH = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
 """Commands that import torch, whatever their options."""
@@ -109,7 +111,8 @@ def main() -> None:
             from meseta.comm.recording import begin_record
 
             begin_record()
-        _run()
+        with StallReports() if ThisProcess.record is None else nullcontext():  # a launcher watches those with records
+            _run()
     except MesetaError as error:
         _leave(1, f"{where if error.rank is None else 'error: '}{error}")
     except OSError as error:

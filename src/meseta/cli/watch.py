@@ -80,7 +80,7 @@ class RankWatch:
             )
             for rank, state in states.items()
         ]
-        return [*self._stalls.look(watched, now_s), *self._memory.look()]
+        return [*self._stalls.look(watched, now_s), *(self._memory.look() if watched else [])]
 
     def _warning(self, states: Mapping[int, RankState], now_ns: int) -> str | None:
         """Once for each rank that keeps others waiting for long, but not yet for too long."""

@@ -32,9 +32,13 @@ def check_start_memory(num_ranks: int, system: System | None = None) -> None:
 
 
 def group_limit_text(system: System | None = None) -> str:
-    """Return '300 MB of its control group', or 'memory of this machine' if no group has a limit."""
+    """Return 'memory of its control group (300 MB)', or 'memory of this machine' if no group has a limit."""
     memory = tightest_memory(system or System())
-    return "memory of this machine" if memory is None else f"{byte_size(memory.limit_bytes)} of its control group"
+    return (
+        "memory of this machine"
+        if memory is None
+        else (f"memory of its control group ({byte_size(memory.limit_bytes)})")
+    )
 
 
 class MemoryWatch:

@@ -1,19 +1,20 @@
 """Reports of storage that does not answer: one line for each file system or URL, repeated with a backoff.
 
-A wait has stalled if its thread did not wake up for STALL_S seconds, the rule of the kernel's own detector of hung
-tasks. A slow write wakes up its thread for every part that the disk completes, so a large save that makes progress is
-no stall, however long it takes.
+Progress is two wake-ups of the waiting thread within STALL_S seconds. A slow write wakes up its thread for the parts
+that the disk completes, so a large save that makes progress is no stall, however long it takes. One wake-up is none: a
+direct transfer that is not answered wakes up once a minute, and sleeps again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from urllib.parse import urlsplit
 
 from meseta.machine.activity import Activity, read_activities, this_process
@@ -28,8 +29,6 @@ STALL_S = 15.0
 LOOK_INTERVAL_S = 2.5
 MAX_PAUSE_S = 3 * LOOK_INTERVAL_S
 """Looks further apart than this mean that the watcher itself did not run: the time between them counts for nothing."""
-MAX_IDLE_WAKEUPS = 1
-"""Wake-ups between two looks that are no progress: a direct transfer wakes up once a minute and sleeps again."""
 BACKOFF_FACTOR = 4.0
 MAX_BACKOFF_S = 3600.0
 
@@ -64,6 +63,8 @@ class _Wait:
     moved_s: float
     """Time of its last progress, or of the look that found it first."""
     num_wakeups: int
+    woke_s: float = -math.inf
+    """Time of the look that found its last wake-up."""
 
     @property
     def text(self) -> str:
@@ -149,9 +150,12 @@ def _waits(watched: WatchedProcess, now_s: float) -> list[tuple[_Wait, str]]:
 
 def _continued(former: _Wait | None, wait: _Wait, passed_s: float) -> _Wait:
     """The wait as it is now, with the time since when it has not moved."""
-    if former is None or wait.num_wakeups - former.num_wakeups > MAX_IDLE_WAKEUPS:
+    if former is None:
         return wait
-    wait.moved_s = former.moved_s + (passed_s if passed_s > MAX_PAUSE_S else 0.0)
+    now_s, num_new = wait.moved_s, wait.num_wakeups - former.num_wakeups
+    wait.woke_s = now_s if num_new else former.woke_s
+    if not (num_new > 1 or (num_new and now_s - former.woke_s <= STALL_S)):
+        wait.moved_s = former.moved_s + (passed_s if passed_s > MAX_PAUSE_S else 0.0)
     return wait
 
 
@@ -181,21 +185,34 @@ def _report(cause: str, first: _Wait, waits: Sequence[_Wait], now_s: float) -> s
     )
 
 
-@contextmanager
-def reported_stalls() -> Iterator[None]:
-    """Context manager with a daemon thread that reports, on standard error, stalls of this process, and a control group
+class StallReports:
+    """Context manager with a daemon thread that reports, on standard error, stalls of this process and a control group
     that is nearly full."""
-    ended = threading.Event()
-    threading.Thread(target=_report_until, args=(ended,), name="meseta-stalls", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
+    current: StallReports | None = None
+    """The one that is entered in this process."""
 
-def _report_until(ended: threading.Event) -> None:
-    watch, memory, rank = StallWatch(), MemoryWatch(), rank_number() if is_launched() else None
-    while not ended.wait(LOOK_INTERVAL_S):
-        watched = WatchedProcess(os.getpid(), read_activities(this_process.content()), rank)
-        for line in [*watch.look([watched], time.monotonic()), *memory.look()]:
-            os.write(2, f"{line}\n".encode(errors="replace"))
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meseta-stalls", daemon=True)
+
+    def __enter__(self) -> StallReports:
+        StallReports.current = self
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop the thread, as before a fork. It is not waited for if it is blocked itself."""
+        StallReports.current = None
+        self._ended.set()
+        self._thread.join(LOOK_INTERVAL_S)
+
+    def _run(self) -> None:
+        watch, memory, rank = StallWatch(), MemoryWatch(), rank_number() if is_launched() else None
+        while not self._ended.wait(LOOK_INTERVAL_S):
+            watched = WatchedProcess(os.getpid(), read_activities(this_process.content()), rank)
+            for line in [*watch.look([watched], time.monotonic()), *memory.look()]:
+                os.write(2, f"{line}\n".encode(errors="replace"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -13,11 +13,8 @@ from meseta.comm.recording import begin_record
 from meseta.comm.time_out import Patience
 from meseta.config import RunConfig
 from meseta.machine.processors import num_cores
-from meseta.machine.ranks import is_launched, num_local_ranks
-from meseta.machine.rendezvous import VARIABLE as RENDEZVOUS
-from meseta.machine.variables import variables
+from meseta.machine.ranks import num_local_ranks
 from meseta.measure.waiting import sleep_when_crowded
-from meseta.telemetry.stalls import reported_stalls
 from meseta.train.setup.build import choose_device
 
 
@@ -28,12 +25,6 @@ def session(config: RunConfig) -> Iterator[World]:
 
     After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
     """
-    is_watched = is_launched() and RENDEZVOUS in variables  # by the launcher, see meseta.cli.watch
-    with nullcontext() if is_watched else reported_stalls():
-        yield from _session(config)
-
-
-def _session(config: RunConfig) -> Iterator[World]:
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
     Patience.limits = config.comm.time_limits
