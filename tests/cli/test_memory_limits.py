@@ -101,8 +101,8 @@ def test_a_group_that_is_nearly_full(tmp_path: Path, tiny: Path) -> None:
 def test_the_need_of_a_start(ranks: int, tmp_path: Path, tiny: Path) -> None:
     """START_BYTES and RANK_BYTES, measured again: a run that is refused once its ranks have met has taken as much."""
     with memory_group(4000 * MB) as group:
-        command = start(tmp_path / "a", tiny, group, "--nproc", ranks, embedding__init={"kind": "uniform", "scale": 0.1},
-                        plan={"tables": {"nowhere": "row_wise"}})  # fmt: skip
+        plan = {"tables": {"nowhere": "row_wise"}}  # refused when the ranks have met
+        command = start(tmp_path / "a", tiny, group, "--nproc", ranks, plan=plan)
         assert command.wait(PATIENCE_S) == 1
         need = START_BYTES + (ranks * RANK_BYTES if ranks > 1 else 0)
         assert 0.85 * need < group.peak_bytes() < 1.15 * need, (group.peak_bytes(), need)

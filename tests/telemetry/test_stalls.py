@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,13 +44,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate(timeout=20)
 
 
-def let_go(process: subprocess.Popen[bytes], is_there: Callable[[], object]) -> None:
-    """Let a process of `start` come to its call."""
+def let_go(process: subprocess.Popen[bytes], call: str = "") -> None:
+    """Let a process of `start` come to this call, or to any on a file."""
     assert process.stdin is not None
     process.stdin.write(b"x")
     process.stdin.flush()
     deadline = time.monotonic() + 20
-    while not is_there():
+    while not any(call in ("", blocked.call) for blocked in blocked_calls(process.pid)):
         assert time.monotonic() < deadline, "the process does not wait in its call"
         time.sleep(0.005)
 
@@ -77,7 +76,7 @@ def test_writes_to_a_frozen_disk(tmp_path: Path) -> None:
         for name, code in CALLS.items():
             process = start(code, path)
             disk.freeze()
-            let_go(process, lambda: blocked_calls(process.pid))
+            let_go(process)
             watch = StallWatch()
             said = lines_of(watch, process.pid, 0.0, 100.0)
             assert list(said) == [STALL_S, 4 * STALL_S], (name, said)
@@ -102,7 +101,7 @@ def test_reads_from_a_stopped_server(tmp_path: Path, name: str) -> None:
         path = tmp_path / "served/file"
         process = start(READS[name], path, "file = os.open(path, os.O_RDONLY)" if name == "read" else "")
         mounted.stop()
-        let_go(process, lambda: blocked_calls(process.pid))
+        let_go(process)
         said = lines_of(StallWatch(), process.pid, 0.0, STALL_S)
         assert list(said) == [STALL_S]
         assert f"for the file system at '{tmp_path}/served' (fuse on served): " in said[STALL_S][0]
@@ -121,7 +120,7 @@ def test_a_slow_sync_is_no_stall(tmp_path: Path) -> None:
         process = start(code, path)
         disk.limit_writes(1_000_000)
         try:
-            let_go(process, lambda: any(call.call == "fsync" for call in blocked_calls(process.pid)))
+            let_go(process, "fsync")
             watch, num_looks = StallWatch(), 0
             while any(call.call == "fsync" for call in blocked_calls(process.pid)):
                 num_looks += 1
@@ -192,7 +191,7 @@ def test_a_pause_of_the_watcher_counts_for_nothing(tmp_path: Path) -> None:
         path = disk.place / "file"
         process = start(CALLS["open"], path)
         disk.freeze()
-        let_go(process, lambda: blocked_calls(process.pid))
+        let_go(process)
         watch = StallWatch()
         assert watch.look([WatchedProcess(process.pid)], 0.0) == []
         assert watch.look([WatchedProcess(process.pid)], 1000.0) == []

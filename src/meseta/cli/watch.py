@@ -44,8 +44,8 @@ class RankWatch:
         return {VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
     def look(self, running: Sequence[bool]) -> tuple[Trouble | None, list[str]]:
-        """Once a second, look at the ranks that have not ended. Return (trouble, lines to print); the trouble is None if
-        the run can go on."""
+        """Look at the ranks that have not ended, once a second. Return (trouble, lines to print); the trouble is None
+        if the run can continue."""
         now_s = time.monotonic()
         if now_s - self._looked_s < PERIOD_S:
             return None, []
@@ -61,8 +61,8 @@ class RankWatch:
         return trouble, [*([f"warning: {warning}"] if warning else []), *self._stall_lines(states, now_s)]
 
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
-        """Whether the heartbeat of a rank is late because the disk of its record does not answer, which is reported as a
-        stall and ends the run only after `stall_s`."""
+        """Whether the heartbeat of a rank is late because the disk of its record does not answer. That is reported as a
+        stall, and ends the run only after `stall_s`."""
         if state is None or not self.limits.silent_s < silent_s <= self.limits.stall_s:
             return False
         return is_held(state.pid)
