@@ -8,7 +8,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.process_state import state_of
+from meseta.machine.process_state import ProcessState, state_of
 
 _PROC = Path("/proc")
 _MAX_PATH_BYTES = 4096
@@ -78,6 +78,18 @@ def blocked_calls(process: int) -> list[BlockedCall]:
     except OSError:
         return []
     return [call for thread in threads if (call := _blocked_call(folder, thread)) is not None]
+
+
+def is_held(process: int) -> bool:
+    """Whether a process sleeps in a call on a file or in uninterruptible sleep, and is not stopped."""
+    state = state_of(process)
+    return state is not None and state.letter not in "TtZX" and bool(blocked_calls(process))
+
+
+def held_text(process: int, state: ProcessState) -> str:
+    """Return why a process does not run, as `ProcessState.held`, with the call and the file that it waits for."""
+    calls = [call for call in blocked_calls(process) if call.path] if state.letter == "D" else []
+    return state.held + (f", in {calls[0].call} of {calls[0].path!r}" if calls else "")
 
 
 def num_wakeups(process: int, thread: int) -> int:

@@ -121,18 +121,6 @@ class StallWatch:
         return [f"note: {cause} answers again, after {duration(passed)}" for cause, passed in seconds.items()]
 
 
-def is_held(process: int) -> bool:
-    """Whether a process of this host sleeps in a call on a file or in uninterruptible sleep, and is not stopped."""
-    state = state_of(process)
-    return state is not None and state.letter not in "Tt" and bool(blocked_calls(process))
-
-
-def held_in(process: int) -> str:
-    """Return ' in CALL of FILE' for a process that sleeps in a call on a file, for a message; else ''."""
-    calls = [call for call in blocked_calls(process) if call.path]
-    return f" in {calls[0].call} of {calls[0].path!r}" if calls else ""
-
-
 def _waits(watched: WatchedProcess, now_s: float) -> list[tuple[_Wait, str]]:
     """Calls and requests under way, each with what tells it from the next one of its thread."""
     state = state_of(watched.process)
