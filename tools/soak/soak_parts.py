@@ -80,8 +80,8 @@ PARTS = {
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
     "stalls": Part(
-        "disks frozen, throttled and file servers stopped while one and two ranks train, save, load and evaluate; control "
-        "groups of 150 to 350 MB, and shrunk while training: one line within 30 s that names the cause",
+        "disks frozen, throttled and file servers stopped while one and two ranks train, save, load and evaluate; "
+        "control groups of 150 to 350 MB, and shrunk while training: one line within 30 s that names the cause",
         ("tests/telemetry/test_stalls.py", "tests/cli/test_stalls.py", "tests/cli/test_memory_limits.py"),
     ),
     "reader_faults": Part(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meseta.machine.checked_memory import text_field, unpack_checked, with_checksum
+from meseta.machine.checked_memory import field_text, text_field, unpack_checked, with_checksum
 
 _LAYOUT = struct.Struct("<qqq48s172s")
 _SLOT_BYTES = 256
@@ -99,9 +99,5 @@ def waiting_for(target: str, name: str, worker: int | None = None) -> Iterator[N
 def read_activities(content: bytes) -> list[Activity]:
     """Return the activities in a copy of a table, oldest first."""
     entries = (unpack_checked(content, slot * _SLOT_BYTES, _LAYOUT) for slot in range(_NUM_SLOTS))
-    found = [Activity(*entry[:3], *map(_text, entry[3:])) for entry in entries if entry is not None]
+    found = [Activity(*entry[:3], *map(field_text, entry[3:])) for entry in entries if entry is not None]
     return sorted(found, key=lambda one: one.since_ns)
-
-
-def _text(field: bytes) -> str:
-    return field.rstrip(b"\0").decode(errors="replace")

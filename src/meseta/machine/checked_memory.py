@@ -6,6 +6,8 @@ import struct
 from typing import Any
 from zlib import crc32
 
+from meseta.machine.files import has_controls
+
 CHECKSUM_BYTES = 4
 
 
@@ -28,3 +30,9 @@ def text_field(text: str, num_bytes: int) -> bytes:
     if len(encoded) <= num_bytes:
         return encoded
     return encoded[: num_bytes - 3].decode(errors="ignore").encode() + b"..."
+
+
+def field_text(field: bytes) -> str:
+    """Return the text of a field; control characters, which may come from untrusted input, become question marks."""
+    text = field.rstrip(b"\0").decode(errors="replace")
+    return text if not has_controls(text) else "".join(c if not has_controls(c) else "?" for c in text)

@@ -190,7 +190,7 @@ def _memory(system: System, folder: str) -> GroupMemory | None:
         int(system.field(f"{folder}/memory.stat", f"{prefix}{kind}_file") or 0) for kind in ("inactive", "active")
     )
     return GroupMemory(
-        folder,
+        str(PurePosixPath(folder)),
         limit,
         free_bytes=max(limit - max(used - inactive, 0), 0),
         unclaimed_bytes=max(limit - max(used - inactive - active, 0), 0),

@@ -33,8 +33,8 @@ from zlib import crc32
 
 from meseta.errors import MesetaError
 from meseta.machine.activity import TABLE_BYTES, Activity, read_activities, this_process
-from meseta.machine.checked_memory import CHECKSUM_BYTES, text_field, unpack_checked, with_checksum
-from meseta.machine.files import has_controls, unnamed_file
+from meseta.machine.checked_memory import CHECKSUM_BYTES, field_text, text_field, unpack_checked, with_checksum
+from meseta.machine.files import unnamed_file
 from meseta.machine.process_state import start_of
 
 VARIABLE = "MESETA_RANK_RECORD"
@@ -309,9 +309,9 @@ def _packed(
 @lru_cache(maxsize=4096)
 def _unpacked(kind: bytes, about: bytes) -> tuple[str, str, int, int, str, str, str]:
     """The way back, of each kind of transfer once: name, dtype, lane, other ranks, name of the lane, tables, ranks."""
-    name, dtype = map(_shown, _KIND.unpack(kind))
+    name, dtype = map(field_text, _KIND.unpack(kind))
     lane, num_peers, *texts = _ABOUT.unpack(about)
-    lane_name, tables, ranks = map(_shown, texts)
+    lane_name, tables, ranks = map(field_text, texts)
     return name, dtype, lane, num_peers, lane_name, tables, ranks
 
 
@@ -351,11 +351,11 @@ def read_state(content: bytes, source: str) -> RankState:
         num_ranks=num_ranks,
         pid=pid,
         start=start,
-        host=_shown(host),
-        command=_shown(command),
+        host=field_text(host),
+        command=field_text(command),
         signal=signal,
         beat_ns=beat_ns,
-        stage=_shown(stage),
+        stage=field_text(stage),
         step=None if step == _NONE else step,
         since_ns=since_ns,
         waits={wait[0]: Wait(*wait) for wait in waits if wait is not None and wait[1] > 0},
@@ -395,8 +395,3 @@ def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
         )
         found.append(kept)
     return tuple(sorted(found, key=lambda kept: kept.index))
-
-
-def _shown(written: bytes) -> str:
-    text = written.rstrip(b"\0").decode(errors="replace")
-    return text if not has_controls(text) else "".join(c if not has_controls(c) else "?" for c in text)
