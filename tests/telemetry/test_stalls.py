@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fuse_server import fuse_mount
-from meseta.machine.activity import activity, read_activities, this_process, waiting_for
-from meseta.machine.blocked_calls import blocked_calls
-from meseta.telemetry.stalls import LOOK_INTERVAL_S, STALL_S, StallWatch, WatchedProcess
+from meseta.machine.waits.activity import activity, read_activities, this_process, waiting_for
+from meseta.machine.waits.blocked_calls import blocked_calls
+from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, STALL_S, StallWatch, WatchedProcess
 from sampling import sample
 from stalled_disk import loop_disk
 

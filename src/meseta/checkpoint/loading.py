@@ -22,9 +22,9 @@ from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
 from meseta.checkpoint.store.store import latest
 from meseta.comm import World
-from meseta.machine.activity import activity
 from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
+from meseta.machine.waits.activity import activity
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage

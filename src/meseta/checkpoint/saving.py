@@ -29,9 +29,9 @@ from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.comm import World
-from meseta.machine.activity import activity
 from meseta.machine.remote import Location
 from meseta.machine.system import give_back_freed_memory
+from meseta.machine.waits.activity import activity
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.storage import SelectedRows, TableStorage

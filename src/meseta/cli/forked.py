@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from meseta.errors import MesetaError
 from meseta.machine.processes import fork
-from meseta.telemetry.stalls import StallReports
+from meseta.telemetry.watching.stalls import StallReports
 
 
 def start_command(

@@ -25,7 +25,7 @@ from meseta.machine.system import System, num_oom_kills
 from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
 from meseta.telemetry.diagnosis import Trouble
-from meseta.telemetry.memory_watch import check_start_memory, group_limit_text
+from meseta.telemetry.watching.memory_watch import check_start_memory, group_limit_text
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""

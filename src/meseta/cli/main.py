@@ -38,10 +38,10 @@ from meseta.machine.processes import leave_at_once, remove_all_scratch
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
-from meseta.telemetry.memory_watch import check_start_memory
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
 from meseta.telemetry.rank_record import ThisProcess
-from meseta.telemetry.stalls import StallReports
+from meseta.telemetry.watching.memory_watch import check_start_memory
+from meseta.telemetry.watching.stalls import StallReports
 
 USES_TORCH = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
 """Commands that import torch, whatever their options."""

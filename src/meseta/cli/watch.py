@@ -11,13 +11,13 @@ from pathlib import Path
 from types import TracebackType
 
 from meseta.errors import MesetaError
-from meseta.machine.blocked_calls import is_held
 from meseta.machine.time_limits import TimeLimits
+from meseta.machine.waits.blocked_calls import is_held
 from meseta.telemetry.diagnosis import Settling, Trouble, find_astray, find_stuck, find_trouble
 from meseta.telemetry.hearts import Hearts
-from meseta.telemetry.memory_watch import MemoryWatch
 from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file, record_path
-from meseta.telemetry.stalls import LOOK_INTERVAL_S, StallWatch, WatchedProcess
+from meseta.telemetry.watching.memory_watch import MemoryWatch
+from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, StallWatch, WatchedProcess
 
 PERIOD_S = 1.0
 """Between looks at the records."""

@@ -17,8 +17,8 @@ from typing import Any, Union
 from urllib.parse import urlsplit
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
-from meseta.machine.activity import waiting_for
 from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
+from meseta.machine.waits.activity import waiting_for
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meseta.machine.blocked_calls import held_text
 from meseta.machine.process_state import state_of
 from meseta.machine.time_limits import TimeLimits
+from meseta.machine.waits.blocked_calls import held_text
 from meseta.telemetry.rank_record import KeptTransfer, RankState, Wait
 from meseta.telemetry.shown import duration
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meseta.errors import MesetaError
-from meseta.machine.blocked_calls import held_text
 from meseta.machine.files import has_controls, open_regular
 from meseta.machine.process_state import catches, state_of
+from meseta.machine.waits.blocked_calls import held_text
 from meseta.telemetry.rank_record import FOLDER, SIZE, RankState, read_state
 
 _NAME = re.compile(r"rank-(\d{5,9})\.record")

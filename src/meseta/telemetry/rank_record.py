@@ -6,7 +6,7 @@
     512          heartbeat: the time, processor time                each second, by a thread of the core
     576          place: stage, step                                 with each stage
     1024 ...     waits: for each lane, what is waited for           with each wait
-    1536 ...     activities: phases and requests to storage         with each, see meseta.machine.activity
+    1536 ...     activities: phases and requests to storage         with each, see meseta.machine.waits.activity
     4096 ...     ring: the last transfers                           with each transfer
     SIZE ...     Python stacks, one after the other                 when `meseta hang` asks for them
 
@@ -32,10 +32,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from meseta.errors import MesetaError
-from meseta.machine.activity import TABLE_BYTES, Activity, read_activities, this_process
-from meseta.machine.checked_memory import CHECKSUM_BYTES, field_text, text_field, unpack_checked, with_checksum
 from meseta.machine.files import unnamed_file
 from meseta.machine.process_state import start_of
+from meseta.machine.waits.activity import TABLE_BYTES, Activity, read_activities, this_process
+from meseta.machine.waits.checked_memory import CHECKSUM_BYTES, field_text, text_field, unpack_checked, with_checksum
 
 VARIABLE = "MESETA_RANK_RECORD"
 """Names the file to a rank whose launcher has made it."""

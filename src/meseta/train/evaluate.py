@@ -20,7 +20,7 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.tensors import pad
 from meseta.embedding.flight import IdsOutside
-from meseta.machine.activity import activity
+from meseta.machine.waits.activity import activity
 from meseta.measure.step_threads import StepThreads
 from meseta.models.base import readable
 from meseta.pipeline.model import Model

@@ -27,8 +27,8 @@ from meseta.checkpoint.manifest import (
 )
 from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import CheckpointStore, store_at
-from meseta.machine.activity import activity
 from meseta.machine.remote import Location, RemotePath, read_document, remote_errors
+from meseta.machine.waits.activity import activity
 from meseta.spec import MesetaError
 
 

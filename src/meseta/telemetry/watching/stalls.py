@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from meseta.machine.activity import Activity, read_activities, this_process
-from meseta.machine.blocked_calls import blocked_calls, mount_of, num_wakeups
 from meseta.machine.process_state import state_of
 from meseta.machine.ranks import is_launched, rank_number
-from meseta.telemetry.memory_watch import MemoryWatch
+from meseta.machine.waits.activity import Activity, read_activities, this_process
+from meseta.machine.waits.blocked_calls import blocked_calls, mount_of, num_wakeups
 from meseta.telemetry.shown import duration
+from meseta.telemetry.watching.memory_watch import MemoryWatch
 
 STALL_S = 15.0
 """Seconds without progress after which a wait is reported."""
@@ -39,7 +39,7 @@ class WatchedProcess:
 
     process: int
     activities: Sequence[Activity] = ()
-    """Its current entries in `meseta.machine.activity`."""
+    """Its current entries in `meseta.machine.waits.activity`."""
     rank: int | None = None
     """None: the command has one process."""
     mapped: str = ""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meseta.machine.checked_memory import field_text, text_field, unpack_checked, with_checksum
+from meseta.machine.waits.checked_memory import field_text, text_field, unpack_checked, with_checksum
 
 _LAYOUT = struct.Struct("<qqq48s172s")
 _SLOT_BYTES = 256
