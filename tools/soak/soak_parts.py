@@ -85,6 +85,11 @@ PARTS = {
         "within 30 s, no process left",
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
+    "stalls": Part(
+        "disks frozen, throttled and file servers stopped while one and two ranks train, save, load and evaluate; "
+        "control groups of 150 to 350 MB, and shrunk while training: one line within 30 s that names the cause",
+        ("tests/telemetry/test_stalls.py", "tests/cli/test_stalls.py", "tests/cli/test_memory_limits.py"),
+    ),
     "reader_faults": Part(
         "200 schedules of readers and dispatchers killed, stopped, told to leave, begun again and joined, links cut "
         "and slow, and ranks killed, with keys and without: every row once, in order",

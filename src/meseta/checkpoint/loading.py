@@ -24,6 +24,7 @@ from meseta.checkpoint.store.store import latest
 from meseta.comm import World
 from meseta.machine.remote import Location, locate, location_is_folder
 from meseta.machine.system import give_back_freed_memory
+from meseta.machine.waits.activity import activity
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
@@ -70,6 +71,11 @@ def load(
     shards may then be partly filled.
     """
     path = locate(path)
+    with activity(f"loading {path.name}"):
+        return _load(path, world, shards, marks_since_whole)
+
+
+def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_since_whole: bool) -> Loaded:
     manifest = together(world, lambda: _find(path))
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
     together(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
@@ -89,6 +95,11 @@ def verify(path: Location | str) -> str:
     cannot be read.
     """
     path = locate(path)
+    with activity(f"verifying {path.name}"):
+        return _verify(path)
+
+
+def _verify(path: Location) -> str:
     manifest = _find(path)
     for key in ("dense", CARRIED):
         if key in manifest:

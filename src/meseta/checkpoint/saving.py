@@ -31,6 +31,7 @@ from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.comm import World
 from meseta.machine.remote import Location
 from meseta.machine.system import give_back_freed_memory
+from meseta.machine.waits.activity import activity
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.storage import SelectedRows, TableStorage
@@ -68,7 +69,8 @@ def save(
     try:
         together(world, lambda: local.update({piece.shard: piece.in_order() for piece in whole}))
         document = {"step": step, "plan": plan, "state": state}
-        return _save(store, world, document, local, dense, options)
+        with activity(f"saving step {step}"):
+            return _save(store, world, document, local, dense, options)
     finally:
         for piece in whole:
             if local[piece.shard] is not piece:

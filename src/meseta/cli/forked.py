@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from meseta.errors import MesetaError
 from meseta.machine.processes import fork
+from meseta.telemetry.watching.stalls import StallReports
 
 
 def start_command(
@@ -18,14 +19,20 @@ def start_command(
 ) -> BaseProcess:
     """Start `meseta ARGUMENTS` in a process of its own, with these variables beside the present ones: see
     meseta.machine.processes.fork."""
-    _share_imports()
+    _prepare_fork()
     return fork(partial(_run_command, arguments), name, added=variables, out=out, err=err)
 
 
 def start_work(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
     """Do `work` in such a process, which ends with code 1, and an error in one line, where a MesetaError is raised."""
-    _share_imports()
+    _prepare_fork()
     return fork(partial(_do, work), name, out=out, err=err)
+
+
+def _prepare_fork() -> None:
+    if StallReports.current is not None:
+        StallReports.current.end()  # a fork with threads may deadlock
+    _share_imports()
 
 
 @cache

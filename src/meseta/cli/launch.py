@@ -21,9 +21,11 @@ from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import VARIABLE, Rendezvous
+from meseta.machine.system import System, num_oom_kills
 from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
 from meseta.telemetry.diagnosis import Trouble
+from meseta.telemetry.watching.memory_watch import check_start_memory, group_limit_text
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
@@ -130,6 +132,7 @@ def run_attempt(
     """The same, told `signals` that come meanwhile; what is left to be said of a loss is not said yet."""
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
+    check_start_memory(num_ranks)
     with ExitStack() as files:
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
         return _attempt(arguments, errors, signals, limits or TimeLimits(), run_dir)
@@ -144,6 +147,7 @@ def _attempt(
 ) -> Ended:
     """The same on a rank for each of `errors`, where all but rank 0 write what they say."""
     ranks: list[BaseProcess] = []
+    former_oom_kills = num_oom_kills(System())
     with RankWatch(len(errors), limits, run_dir) as watch:
         try:
             _start(ranks, arguments, errors, watch)
@@ -165,7 +169,10 @@ def _attempt(
     if code < 0:
         # Others that abort were waiting for one that died.
         killed = tuple(r for r in killed if r == blamed or ranks[r].exitcode != -signal.SIGABRT)
-        return Ended(1, f"rank {blamed} was killed by {signal.Signals(-code).name}", killed)
+        loss = f"rank {blamed} was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL and num_oom_kills(System()) > former_oom_kills:
+            loss += f" of the kernel: the {group_limit_text()} is used up; raise the limit, or use smaller tables"
+        return Ended(1, loss, killed)
     if code == LOST_CONNECTION:
         return Ended(code, f"rank {blamed} lost its connection to the other ranks")
     if blamed != 0:
@@ -206,11 +213,11 @@ def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) 
             passed_on = signals.number
             for rank in ranks:
                 rank.kill() if signals.again else rank.terminate()
-        trouble, warning = watch.look([code is None for code in codes])
+        trouble, lines = watch.look([code is None for code in codes])
         if trouble is not None:
             return _end(ranks, trouble)
-        if warning is not None:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
         time.sleep(0.05)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from types import FrameType
 from typing import Annotated
 
@@ -39,7 +40,11 @@ from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
 from meseta.telemetry.rank_record import ThisProcess
+from meseta.telemetry.watching.memory_watch import check_start_memory
+from meseta.telemetry.watching.stalls import StallReports
 
+USES_TORCH = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
+"""Commands that import torch, whatever their options."""
 LAST_WORDS_S = 5.0
 """How long a rank that has lost another one may take to find out why."""
 
@@ -78,11 +83,14 @@ def _show_version(asked: bool) -> bool:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the versions and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Train recommendation models whose embedding tables are larger than one device."""
+    if context.invoked_subcommand in USES_TORCH and "RANK" not in variables and "--help" not in sys.argv:
+        check_start_memory(1)
 
 
 class Interrupted(BaseException):
@@ -103,7 +111,8 @@ def main() -> None:
             from meseta.comm.recording import begin_record
 
             begin_record()
-        _run()
+        with StallReports() if ThisProcess.record is None else nullcontext():  # a launcher watches those with records
+            _run()
     except MesetaError as error:
         _leave(1, f"{where if error.rank is None else 'error: '}{error}")
     except OSError as error:

@@ -12,9 +12,12 @@ from types import TracebackType
 
 from meseta.errors import MesetaError
 from meseta.machine.time_limits import TimeLimits
+from meseta.machine.waits.blocked_calls import is_held
 from meseta.telemetry.diagnosis import Settling, Trouble, find_astray, find_stuck, find_trouble
 from meseta.telemetry.hearts import Hearts
-from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file
+from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file, record_path
+from meseta.telemetry.watching.memory_watch import MemoryWatch
+from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, StallWatch, WatchedProcess
 
 PERIOD_S = 1.0
 """Between looks at the records."""
@@ -28,31 +31,57 @@ class RankWatch:
     def __init__(self, num_ranks: int, limits: TimeLimits, run_dir: Path | None = None) -> None:
         """With `run_dir` their files may get names there."""
         self.limits = limits
+        self._run_dir = run_dir
         self._files = [record_file(run_dir or Path(tempfile.gettempdir())) for _ in range(num_ranks)]
         self._looked_s = time.monotonic()
         self._hearts = Hearts(range(num_ranks), self._looked_s)
         self._settling = Settling()
         self._warned: set[tuple[int, ...]] = set()
+        self._stalls, self._memory = StallWatch(), MemoryWatch()
+        self._stalls_looked_s = self._looked_s
 
     def variables(self, rank: int) -> dict[str, str]:
         """What a rank finds in its environment."""
         return {VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
-    def look(self, running: Sequence[bool]) -> tuple[Trouble | None, str | None]:
-        """Once a second, at the records of those that have not ended: (what is wrong, a warning), None where nothing
-        is, or where it is not time yet."""
+    def look(self, running: Sequence[bool]) -> tuple[Trouble | None, list[str]]:
+        """Look at the ranks that have not ended, once a second. Return (trouble, lines to print); the trouble is None
+        if the run can continue."""
         now_s = time.monotonic()
         if now_s - self._looked_s < PERIOD_S:
-            return None, None
+            return None, []
         self._looked_s = now_s
         states = {rank: state for rank, state in self.states().items() if running[rank]}
         silent = self._hearts.listen({rank: state.beat_ns for rank, state in states.items()}, now_s)
         first_s = max(self.limits.silent_s, BEGIN_S)
         silent = {r: s for r, s in silent.items() if running[r] and (self._hearts.has_beaten(r) or s > first_s)}
+        silent = {r: s for r, s in silent.items() if not self._waits_for_storage(states.get(r), s)}
         now_ns = time.monotonic_ns()
-        return self._settling.lasting(find_trouble(states, silent, now_ns, self.limits), now_s), self._warning(
-            states, now_ns
-        )
+        trouble = self._settling.lasting(find_trouble(states, silent, now_ns, self.limits), now_s)
+        warning = self._warning(states, now_ns)
+        return trouble, [*([f"warning: {warning}"] if warning else []), *self._stall_lines(states, now_s)]
+
+    def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
+        """Whether the heartbeat of a rank is late because the disk of its record does not answer. That is reported as a
+        stall, and ends the run only after `stall_s`."""
+        if state is None or not self.limits.silent_s < silent_s <= self.limits.stall_s:
+            return False
+        return is_held(state.pid)
+
+    def _stall_lines(self, states: Mapping[int, RankState], now_s: float) -> list[str]:
+        if now_s - self._stalls_looked_s < LOOK_INTERVAL_S:
+            return []
+        self._stalls_looked_s = now_s
+        watched = [
+            WatchedProcess(
+                state.pid,
+                state.activities,
+                rank,
+                mapped="" if self._run_dir is None else str(record_path(self._run_dir.absolute(), rank)),
+            )
+            for rank, state in states.items()
+        ]
+        return [*self._stalls.look(watched, now_s), *(self._memory.look() if watched else [])]
 
     def _warning(self, states: Mapping[int, RankState], now_ns: int) -> str | None:
         """Once for each rank that keeps others waiting for long, but not yet for too long."""

@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, NoReturn
 
+from meseta.machine.system import prefer_for_oom_kill
 from meseta.machine.variables import variables
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -37,7 +38,8 @@ def fork(
 ) -> BaseProcess:
     """Do `work` in a process of its own, a fork of this one, and return that.
 
-    It ignores Ctrl-C, which a terminal sends to it too, and dies with this process. This one may have threads that
+    It ignores Ctrl-C, which a terminal sends to it too, and dies with this process. If memory runs out, the kernel
+    kills it before this one, which can then report the loss. This one may have threads that
     wait for something, and must not have computed on several: OpenMP's do not survive in a fork.
 
     Args:
@@ -111,6 +113,7 @@ def _run(work: Callable[[], object], added: Mapping[str, str], out: int, err: in
     os.dup2(out, 1)
     os.dup2(err, 2)
     variables.update(added)
+    prefer_for_oom_kill()
     Path("/proc/self/comm").write_text(multiprocessing.current_process().name[:_NAME_BYTES])
     work()
 

@@ -18,6 +18,7 @@ from typing import Any, Union
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
 from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, read_bounded, too_long
+from meseta.machine.waits.activity import waiting_for
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
@@ -386,7 +387,8 @@ class RemotePath:
             for wait_s in (*WAITS_S, None):
                 system.invalidate_cache()  # others write there too
                 try:
-                    return send(system, path)
+                    with waiting_for(self.url, "read" if verb == "read" else "write", _transfer_thread(system)):
+                        return send(system, path)
                 except Exception as error:
                     if _is_there(error):
                         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url) from None
@@ -425,6 +427,14 @@ def _find_files(system: Any, path: str) -> dict[str, Any]:
             with suppress(FileNotFoundError):  # deleted since it was listed
                 found |= _find_files(system, name)
     return found
+
+
+def _transfer_thread(system: Any) -> int | None:
+    """Native id of the thread that transfers the bytes of requests; None: the one that calls."""
+    from fsspec import asyn
+
+    thread = asyn.iothread[0] if system.async_impl else None
+    return None if thread is None else thread.native_id
 
 
 def _last(name: object) -> str:

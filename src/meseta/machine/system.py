@@ -7,11 +7,14 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NICENESS = 10
 """A tenth of the processor time that a thread has which does not give way."""
+_OOM_SCORE_STEP, _MAX_OOM_SCORE = 500, 1000
+"""Thousandths of the memory: a process that has just been forked holds less than the one that has imported torch."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """As malloc.h has them."""
 
@@ -87,12 +90,48 @@ class Limits:
 def read_limits(system: System) -> Limits:
     """The tightest limits of the group of this process and of all groups around it, versions 1 and 2."""
     cores = [cores for folder in _groups(system, "cpu") if (cores := _cores(system, folder)) is not None]
-    memories = [memory for folder in _groups(system, "memory") if (memory := _memory(system, folder)) is not None]
+    memories = _memories(system)
     return Limits(
         num_cores=min(cores, default=None),
-        memory_bytes=min((limit for limit, _ in memories), default=None),
-        memory_free_bytes=min((free for _, free in memories), default=None),
+        memory_bytes=min((memory.limit_bytes for memory in memories), default=None),
+        memory_free_bytes=min((memory.free_bytes for memory in memories), default=None),
     )
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Memory of a control group that has a limit, in bytes."""
+
+    folder: str
+    """Path of the group's files."""
+    limit_bytes: int
+    free_bytes: int
+    """Of the limit; inactive page cache, which the kernel reclaims first, counts as free."""
+    unclaimed_bytes: int
+    """Of the limit; the whole page cache counts as free. The kernel kills a process when none is left."""
+
+
+def tightest_memory(system: System) -> GroupMemory | None:
+    """Return the group with the fewest unclaimed bytes, of this process's and all around it; None if none has a
+    limit."""
+    return min(_memories(system), key=lambda memory: memory.unclaimed_bytes, default=None)
+
+
+def num_oom_kills(system: System) -> int:
+    """Return how many processes the kernel has killed for lack of memory in the control group of this process, or on
+    this machine if the groups do not count them."""
+    for folder in _groups(system, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := system.field(f"{folder}/{name}", "oom_kill")) is not None:
+                return int(count)
+    return int(system.field("proc/vmstat", "oom_kill") or 0)
+
+
+def prefer_for_oom_kill(path: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Let the kernel kill this process before the one that started it if memory runs out, as on Linux."""
+    with suppress(OSError, ValueError):
+        score = int(path.read_text())
+        path.write_text(str(min(score + _OOM_SCORE_STEP, _MAX_OOM_SCORE)))
 
 
 def total_memory_bytes(system: System, limits: Limits) -> int | None:
@@ -134,16 +173,28 @@ def _cores(system: System, folder: str) -> float | None:
     return int(quota) / int(period)
 
 
-def _memory(system: System, folder: str) -> tuple[int, int] | None:
-    """(limit, free) in bytes."""
-    limit, used, cache = system.number(f"{folder}/memory.max"), "memory.current", "inactive_file"
+def _memories(system: System) -> list[GroupMemory]:
+    """Return the groups with a limit, the innermost first."""
+    return [memory for folder in _groups(system, "memory") if (memory := _memory(system, folder)) is not None]
+
+
+def _memory(system: System, folder: str) -> GroupMemory | None:
+    limit, counter, prefix = system.number(f"{folder}/memory.max"), "memory.current", ""
     if limit is None:
-        limit, used, cache = system.number(f"{folder}/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_" + cache
+        limit, counter, prefix = system.number(f"{folder}/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_"
     total = system.bytes_of("proc/meminfo", "MemTotal")
     if limit is None or (total is not None and limit >= total):
         return None  # version 1 writes "no limit" as a number beyond all memory
-    idle = int(system.field(f"{folder}/memory.stat", cache) or 0)
-    return limit, max(limit - max((system.number(f"{folder}/{used}") or 0) - idle, 0), 0)
+    used = system.number(f"{folder}/{counter}") or 0
+    inactive, active = (
+        int(system.field(f"{folder}/memory.stat", f"{prefix}{kind}_file") or 0) for kind in ("inactive", "active")
+    )
+    return GroupMemory(
+        str(PurePosixPath(folder)),
+        limit,
+        free_bytes=max(limit - max(used - inactive, 0), 0),
+        unclaimed_bytes=max(limit - max(used - inactive - active, 0), 0),
+    )
 
 
 def give_back_freed_memory() -> None:

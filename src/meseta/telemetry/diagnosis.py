@@ -17,6 +17,7 @@ from typing import Literal
 
 from meseta.machine.process_state import state_of
 from meseta.machine.time_limits import TimeLimits
+from meseta.machine.waits.blocked_calls import held_text
 from meseta.telemetry.rank_record import KeptTransfer, RankState, Wait
 from meseta.telemetry.shown import duration
 
@@ -260,7 +261,7 @@ def _silent_text(states: States, rank: int, seconds: float) -> str:
     if state is None:
         return f"rank {rank} has not begun to run within {duration(seconds)}"
     process = state_of(state.pid) if state.host == socket.gethostname() else None
-    held = process.held if process is not None and process.start == state.start else ""
+    held = held_text(state.pid, process) if process is not None and process.start == state.start else ""
     text = f"{named(states, rank)} has been silent for {duration(seconds)}{f', {held}' * bool(held)}, at {place(state)}"
     return text + _last(state) + _and_who(states, (rank,))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from meseta.errors import MesetaError
 from meseta.machine.files import has_controls, open_regular
 from meseta.machine.process_state import catches, state_of
+from meseta.machine.waits.blocked_calls import held_text
 from meseta.telemetry.rank_record import FOLDER, SIZE, RankState, read_state
 
 _NAME = re.compile(r"rank-(\d{5,9})\.record")
@@ -76,7 +77,7 @@ def _find_rank(path: Path) -> FoundRank:
     is_here = state.host == socket.gethostname()
     process = state_of(state.pid) if is_here else None
     is_alive = process is not None and process.start == state.start and not process.has_ended
-    return FoundRank(path, state, is_here, is_alive, process.held if process is not None and is_alive else "")
+    return FoundRank(path, state, is_here, is_alive, held_text(state.pid, process) if process and is_alive else "")
 
 
 def ask_for_stacks(ranks: Mapping[int, FoundRank]) -> dict[int, str]:

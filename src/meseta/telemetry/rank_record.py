@@ -6,6 +6,7 @@
     512          heartbeat: the time, processor time                each second, by a thread of the core
     576          place: stage, step                                 with each stage
     1024 ...     waits: for each lane, what is waited for           with each wait
+    1536 ...     activities: phases and requests to storage         with each, see meseta.machine.waits.activity
     4096 ...     ring: the last transfers                           with each transfer
     SIZE ...     Python stacks, one after the other                 when `meseta hang` asks for them
 
@@ -27,12 +28,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 from meseta.errors import MesetaError
-from meseta.machine.files import has_controls, unnamed_file
+from meseta.machine.files import unnamed_file
 from meseta.machine.process_state import start_of
+from meseta.machine.waits.activity import TABLE_BYTES, Activity, read_activities, this_process
+from meseta.machine.waits.checked_memory import CHECKSUM_BYTES, field_text, text_field, unpack_checked, with_checksum
 
 VARIABLE = "MESETA_RANK_RECORD"
 """Names the file to a rank whose launcher has made it."""
@@ -42,7 +45,7 @@ MAGIC = b"MESETARR"
 VERSION = 1
 BEAT_AT = 512
 """Where the core writes two int64: the time and the processor time."""
-_PLACE_AT, _WAITS_AT, _RING_AT = 576, 1024, 4096
+_PLACE_AT, _WAITS_AT, _ACTIVITIES_AT, _RING_AT = 576, 1024, 1536, 4096
 NUM_LANES = 8
 """Lanes whose waits are kept; later ones take the places of earlier ones."""
 _WAIT_BYTES = 64
@@ -60,7 +63,6 @@ _KIND = struct.Struct("<32s12s")
 _ABOUT = struct.Struct("<hh12s80s32s")
 _TRANSFER = struct.Struct(f"<q{_AGREED.size}sIqq{_ABOUT.size}s")
 _DONE_AT = _TRANSFER_BYTES - 8
-_SUM_BYTES = 4
 _NONE = -1
 
 
@@ -166,6 +168,8 @@ class RankState:
     """By lane."""
     transfers: Sequence[KeptTransfer]
     """The last ones, in the order in which they began."""
+    activities: Sequence[Activity] = ()
+    """Current phases and requests to storage, oldest first."""
 
     def num_begun(self, lane: int) -> int:
         """Transfers of a lane that it has begun, as far as they are kept."""
@@ -197,8 +201,9 @@ class RankRecord:
         pid, now_ns = os.getpid(), time.monotonic_ns()
         command = " ".join(["meseta", *sys.argv[1:2]])
         head = _HEAD.pack(MAGIC, VERSION, SIZE, rank, num_ranks, pid, start_of(pid) or 0, signal, now_ns,
-                          time.time(), _text(socket.gethostname(), 64), _text(command, 64))  # fmt: skip
+                          time.time(), text_field(socket.gethostname(), 64), text_field(command, 64))  # fmt: skip
         self._write(_PLACE_AT, _PLACE.pack(b"", _NONE, now_ns))
+        this_process.move_to(memoryview(self._memory)[_ACTIVITIES_AT : _ACTIVITIES_AT + TABLE_BYTES])
         self._write(0, head)
 
     def begin(self, lane: tuple[int, str], step: int | None, sending: Sending) -> BegunTransfer:
@@ -240,12 +245,12 @@ class RankRecord:
 
     def _write(self, at: int, content: bytes, more: bytes = b"") -> None:
         """With its checksum, and what comes behind that."""
-        whole = content + crc32(content).to_bytes(_SUM_BYTES, "little") + more
+        whole = with_checksum(content) + more
         self._memory[at : at + len(whole)] = whole
 
 
 _DONE = struct.Struct("<q")
-_NOT_DONE = bytes(_TRANSFER_BYTES - _TRANSFER.size - _SUM_BYTES)
+_NOT_DONE = bytes(_TRANSFER_BYTES - _TRANSFER.size - CHECKSUM_BYTES)
 
 
 class BegunTransfer:
@@ -297,29 +302,21 @@ def _packed(
     lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: tuple[str, ...], ranks: tuple[int, ...] | None
 ) -> tuple[bytes, bytes]:
     between = b"" if ranks is None else _joined(ranks, 32)
-    about = lane[0], min(num_peers, 32767), _text(lane[1], 12), _joined(tables, 80), between
-    return _KIND.pack(_text(name, 32), _text(dtype, 12)), _ABOUT.pack(*about)
+    about = lane[0], min(num_peers, 32767), text_field(lane[1], 12), _joined(tables, 80), between
+    return _KIND.pack(text_field(name, 32), text_field(dtype, 12)), _ABOUT.pack(*about)
 
 
 @lru_cache(maxsize=4096)
 def _unpacked(kind: bytes, about: bytes) -> tuple[str, str, int, int, str, str, str]:
     """The way back, of each kind of transfer once: name, dtype, lane, other ranks, name of the lane, tables, ranks."""
-    name, dtype = map(_shown, _KIND.unpack(kind))
+    name, dtype = map(field_text, _KIND.unpack(kind))
     lane, num_peers, *texts = _ABOUT.unpack(about)
-    lane_name, tables, ranks = map(_shown, texts)
+    lane_name, tables, ranks = map(field_text, texts)
     return name, dtype, lane, num_peers, lane_name, tables, ranks
 
 
 def _joined(names: Sequence[object], length: int) -> bytes:
-    return _text(", ".join(map(str, names)), length)
-
-
-def _text(text: str, length: int) -> bytes:
-    """In so many bytes of UTF-8 at most."""
-    encoded = text.encode(errors="replace")
-    if len(encoded) <= length:
-        return encoded
-    return encoded[: length - 3].decode(errors="ignore").encode() + b"..."
+    return text_field(", ".join(map(str, names)), length)
 
 
 def has_begun(content: bytes) -> bool:
@@ -340,29 +337,30 @@ def read_state(content: bytes, source: str) -> RankState:
     version, size = struct.unpack_from("<II", content, len(MAGIC))
     if (version, size) != (VERSION, SIZE):
         raise refuse(f"it is of version {version} with {size:,} bytes, and this program reads {VERSION} with {SIZE:,}")
-    head = _checked(content, 0, _HEAD)
+    head = unpack_checked(content, 0, _HEAD)
     if head is None:
         raise refuse("its head does not match its checksum")
     _, _, _, rank, num_ranks, pid, start, signal, _, _, host, command = head
     if not (0 <= rank < num_ranks and pid > 0):
         raise refuse(f"it is of rank {rank} of {num_ranks}, process {pid}")
     beat_ns, _ = _BEAT.unpack_from(content, BEAT_AT)
-    stage, step, since_ns = _checked(content, _PLACE_AT, _PLACE) or (b"", _NONE, 0)
-    waits = (_checked(content, _WAITS_AT + n * _WAIT_BYTES, _WAIT) for n in range(NUM_LANES))
+    stage, step, since_ns = unpack_checked(content, _PLACE_AT, _PLACE) or (b"", _NONE, 0)
+    waits = (unpack_checked(content, _WAITS_AT + n * _WAIT_BYTES, _WAIT) for n in range(NUM_LANES))
     return RankState(
         rank=rank,
         num_ranks=num_ranks,
         pid=pid,
         start=start,
-        host=_shown(host),
-        command=_shown(command),
+        host=field_text(host),
+        command=field_text(command),
         signal=signal,
         beat_ns=beat_ns,
-        stage=_shown(stage),
+        stage=field_text(stage),
         step=None if step == _NONE else step,
         since_ns=since_ns,
         waits={wait[0]: Wait(*wait) for wait in waits if wait is not None and wait[1] > 0},
         transfers=_transfers(content),
+        activities=read_activities(content[_ACTIVITIES_AT : _ACTIVITIES_AT + TABLE_BYTES]),
     )
 
 
@@ -371,7 +369,7 @@ def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
     found = []
     for number in range(NUM_KEPT):
         at = _RING_AT + number * _TRANSFER_BYTES
-        entry = _checked(content, at, _TRANSFER)
+        entry = unpack_checked(content, at, _TRANSFER)
         if entry is None:
             continue
         index, agreed, past, num_bytes, begun_ns, about = entry
@@ -397,16 +395,3 @@ def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
         )
         found.append(kept)
     return tuple(sorted(found, key=lambda kept: kept.index))
-
-
-def _checked(content: bytes, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
-    """What is written there; None where it is not whole, or nothing."""
-    written = content[at : at + layout.size]
-    if int.from_bytes(content[at + layout.size : at + layout.size + _SUM_BYTES], "little") != crc32(written):
-        return None
-    return layout.unpack(written) if any(written) else None
-
-
-def _shown(written: bytes) -> str:
-    text = written.rstrip(b"\0").decode(errors="replace")
-    return text if not has_controls(text) else "".join(c if not has_controls(c) else "?" for c in text)

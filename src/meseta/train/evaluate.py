@@ -20,6 +20,7 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.tensors import pad
 from meseta.embedding.flight import IdsOutside
+from meseta.machine.waits.activity import activity
 from meseta.measure.step_threads import StepThreads
 from meseta.models.base import readable
 from meseta.pipeline.model import Model
@@ -110,11 +111,12 @@ def evaluate(
     check_segments(reader.dataset, config.segments)
     windows, outside = TaskWindows(reader.dataset.labels, MetricWindow), IdsOutside()
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
-    for logits, batch in predict(model, reader, world, shift, outside):
-        known = _numpy(batch.label_mask)
-        windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group), known=known)
-        for feature, parts in keys.items():
-            parts.append(batch.sparse[feature].values.numpy())
+    with activity(f"evaluating the {reader.split} split"):
+        for logits, batch in predict(model, reader, world, shift, outside):
+            known = _numpy(batch.label_mask)
+            windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group), known=known)
+            for feature, parts in keys.items():
+                parts.append(batch.sparse[feature].values.numpy())
     together = gather_windows(windows, world)
     segments = {
         feature: segments_of(together, gather_rows(_joined(parts), world), config.max_segments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.machine.files import is_read_failure
 from meseta.machine.remote import Location, RemotePath, location_exists, read_document, remote_errors
+from meseta.machine.waits.activity import activity
 from meseta.spec import MesetaError
 
 
@@ -133,8 +134,10 @@ class Mirror:
             return Mirrored(name=name, manifest=None, problem=str(error))
         return Mirrored(name=name, manifest=manifest, problem="")
 
-    def _told(self) -> AbstractContextManager[None]:
-        return remote_errors("checkpoint", self.url, "used")
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        with activity("using the mirror"), remote_errors("checkpoint", self.url, "used"):
+            yield
 
 
 def _is_own(path: Location) -> bool:

@@ -1,0 +1,167 @@
+"""System calls on files in which threads of a process are blocked, as /proc shows them. Nothing here touches the files:
+a watcher that did would block too."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from meseta.machine.process_state import ProcessState, state_of
+
+_PROC = Path("/proc")
+_MAX_PATH_BYTES = 4096
+_STANDARD_STREAMS = (0, 1, 2)
+_FDS = {
+    "x86_64": {
+        "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "pread": 17, "pwrite": 18, "readv": 19, "writev": 20,
+        "fsync": 74, "fdatasync": 75, "ftruncate": 77, "fstatfs": 138, "getdents": 217, "sync_file_range": 277,
+        "fallocate": 285, "preadv": 295, "pwritev": 296, "syncfs": 306, "copy_file_range": 326, "preadv2": 327,
+        "pwritev2": 328,
+    },
+    "aarch64": {
+        "ftruncate": 46, "fallocate": 47, "close": 57, "getdents": 61, "lseek": 62, "read": 63, "write": 64,
+        "readv": 65, "writev": 66, "pread": 67, "pwrite": 68, "preadv": 69, "pwritev": 70, "fstat": 80, "fsync": 82,
+        "fdatasync": 83, "sync_file_range": 84, "fstatfs": 44, "syncfs": 267, "copy_file_range": 285, "preadv2": 286,
+        "pwritev2": 287,
+    },
+}  # fmt: skip
+"""Numbers of the calls whose first argument is a descriptor, by architecture."""
+_PATHS = {
+    "x86_64": {
+        "open": 2, "stat": 4, "lstat": 6, "access": 21, "truncate": 76, "rename": 82, "mkdir": 83, "rmdir": 84,
+        "unlink": 87, "readlink": 89, "statfs": 137,
+    },
+    "aarch64": {"statfs": 43, "truncate": 45},
+}  # fmt: skip
+"""Numbers of the calls whose first argument is a path."""
+_PATHS_AT = {
+    "x86_64": {
+        "open": 257, "mkdir": 258, "stat": 262, "unlink": 263, "rename": 264, "link": 265, "readlink": 267,
+        "access": 269, "utimens": 280, "renameat2": 316, "statx": 332, "faccessat2": 439,
+    },
+    "aarch64": {
+        "mkdir": 34, "unlink": 35, "link": 37, "rename": 38, "access": 48, "open": 56, "readlink": 78, "stat": 79,
+        "utimens": 88, "renameat2": 276, "statx": 291, "faccessat2": 439,
+    },
+}  # fmt: skip
+"""Numbers of the calls whose second argument is a path."""
+
+
+def _by_number(tables: dict[str, dict[str, int]]) -> dict[int, str]:
+    return {number: name for name, number in tables.get(platform.machine(), {}).items()}
+
+
+_FD_CALLS, _PATH_CALLS, _PATH_AT_CALLS = map(_by_number, (_FDS, _PATHS, _PATHS_AT))
+
+
+@dataclass(frozen=True)
+class BlockedCall:
+    """A thread that sleeps in a system call on a file, or in uninterruptible sleep outside of any call."""
+
+    thread: int
+    """Native id."""
+    call: str
+    """Name of the system call; '' for a page fault."""
+    path: str
+    """Absolute; '' if it is unknown."""
+    arguments: str
+    """Tells this call from the next one of the same thread."""
+
+
+def blocked_calls(process: int) -> list[BlockedCall]:
+    """Return the calls of a process, in the order of its threads; empty if it has ended or the kernel hides them."""
+    folder = _PROC / str(process)
+    try:
+        threads = sorted(map(int, os.listdir(folder / "task")))
+    except OSError:
+        return []
+    return [call for thread in threads if (call := _blocked_call(folder, thread)) is not None]
+
+
+def is_held(process: int) -> bool:
+    """Whether a process sleeps in a call on a file or in uninterruptible sleep, and is not stopped."""
+    state = state_of(process)
+    return state is not None and state.letter not in "TtZX" and bool(blocked_calls(process))
+
+
+def held_text(process: int, state: ProcessState) -> str:
+    """Return why a process does not run, as `ProcessState.held`, with the call and the file that it waits for."""
+    calls = [call for call in blocked_calls(process) if call.path] if state.letter == "D" else []
+    return state.held + (f", in {calls[0].call} of {calls[0].path!r}" if calls else "")
+
+
+def num_wakeups(process: int, thread: int) -> int:
+    """Return how often a thread was scheduled, which a blocked one never is; 0 if the kernel does not tell."""
+    text = _read(_PROC / str(process) / "task" / str(thread) / "schedstat").split()
+    return int(text[2]) if len(text) > 2 else 0
+
+
+def mount_of(path: str) -> tuple[str, str]:
+    """Return where the file system of an absolute path is mounted, and its type and device, for a message."""
+    best, about = "/", ""
+    for line in _read(_PROC / "self/mountinfo").splitlines():
+        before, _, behind = line.partition(" - ")
+        fields, of_system = before.split(), behind.split()
+        if len(fields) < 5 or len(of_system) < 2:
+            continue
+        place = fields[4].replace("\\040", " ")
+        if (path == place or path.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
+            best, about = place, f"{of_system[0]} on {of_system[1]}"
+    return best, about
+
+
+def _blocked_call(folder: Path, thread: int) -> BlockedCall | None:
+    text = _read(folder / "task" / str(thread) / "syscall").strip()
+    number, _, arguments = text.partition(" ")
+    if not number.lstrip("-").isdigit():  # 'running', or hidden from this process
+        return None
+    values = [int(word, 16) for word in arguments.split()[:6]]
+    if number == "-1":
+        state = state_of(thread)
+        held = state is not None and state.letter == "D"
+        return BlockedCall(thread, "", "", text) if held else None
+    if (name := _FD_CALLS.get(int(number))) is not None:
+        path = "" if values[0] in _STANDARD_STREAMS else _link(folder / "fd" / str(values[0]))
+    elif (name := _PATH_CALLS.get(int(number))) is not None:
+        path = _path_at(folder, values[0], None)
+    elif (name := _PATH_AT_CALLS.get(int(number))) is not None:
+        path = _path_at(folder, values[1], values[0])
+    else:
+        return None
+    # Pipes, sockets and terminals may keep a thread for as long as they like.
+    is_file = path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:"))
+    return BlockedCall(thread, name, path.removesuffix(" (deleted)"), text) if is_file else None
+
+
+def _path_at(folder: Path, address: int, base: int | None) -> str:
+    """The path in the memory of a process, from the root."""
+    try:
+        with (folder / "mem").open("rb", buffering=0) as memory:
+            memory.seek(address)
+            room = _MAX_PATH_BYTES - address % _MAX_PATH_BYTES  # the next page may not be there
+            content = memory.read(room)
+            if b"\0" not in content:
+                content += memory.read(_MAX_PATH_BYTES)
+    except (OSError, OverflowError, ValueError):
+        return ""
+    path = os.fsdecode(content.partition(b"\0")[0])
+    if path.startswith("/"):
+        return path
+    is_open = base is not None and base < 1 << 31  # AT_FDCWD is negative
+    return os.path.normpath(f"{_link(folder / (f'fd/{base}' if is_open else 'cwd'))}/{path}")
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,210 @@
+"""Real calls that a disk or a server does not answer are reported once, with their cause; slow ones are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fuse_server import fuse_mount
+from meseta.machine.waits.activity import activity, read_activities, this_process, waiting_for
+from meseta.machine.waits.blocked_calls import blocked_calls
+from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, STALL_S, StallWatch, WatchedProcess
+from sampling import sample
+from stalled_disk import loop_disk
+
+CALLS = {
+    "write": "os.write(os.open(path, os.O_WRONLY | os.O_CREAT), b'x')",
+    "unlink": "os.unlink(path + '3')",
+    "mkdir": "os.chdir(os.path.dirname(path)); os.mkdir('new')",
+    "rename": "os.rename(path, path + '2')",
+    "open": "open(path, 'w')",
+}
+"""Calls that a frozen file system keeps waiting; `path` is a file there."""
+READS = {"open": "open(path)", "stat": "os.stat(path)", "read": "os.read(file, 1)", "getdents": "os.listdir(folder)"}
+
+
+def start(code: str, path: Path, ready: str = "") -> subprocess.Popen[bytes]:
+    """A process that runs `ready`, prints a line, and then waits in `code`."""
+    program = f"import os; path = {str(path)!r}; folder = os.path.dirname(path)\n{ready}\nprint(flush=True)\n"
+    program += f"os.read(0, 1)\n{code}\n"
+    process = subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.communicate(timeout=20)
+
+
+def let_go(process: subprocess.Popen[bytes], call: str = "") -> None:
+    """Let a process of `start` come to this call, or to any on a file."""
+    assert process.stdin is not None
+    process.stdin.write(b"x")
+    process.stdin.flush()
+    deadline = time.monotonic() + 20
+    while not any(call in ("", blocked.call) for blocked in blocked_calls(process.pid)):
+        assert time.monotonic() < deadline, "the process does not wait in its call"
+        time.sleep(0.005)
+
+
+def lines_of(watch: StallWatch, process: int, begin_s: float, end_s: float) -> dict[float, list[str]]:
+    """What a watch says at which of its looks, on a clock of its own."""
+    said = {}
+    now_s = begin_s
+    while now_s <= end_s:
+        if lines := watch.look([WatchedProcess(process, rank=3)], now_s):
+            said[now_s] = lines
+        now_s += LOOK_INTERVAL_S
+    return said
+
+
+def test_writes_to_a_frozen_disk(tmp_path: Path) -> None:
+    """One line after STALL_S with the call, the file and the file system, a second one later, and one when it goes
+    on."""
+    with loop_disk(tmp_path / "disk") as disk:
+        path = disk.place / "file"
+        path.write_text("x" * 10)
+        path.with_name("file3").touch()
+        for name, code in CALLS.items():
+            process = start(code, path)
+            disk.freeze()
+            let_go(process)
+            watch = StallWatch()
+            said = lines_of(watch, process.pid, 0.0, 100.0)
+            assert list(said) == [STALL_S, 4 * STALL_S], (name, said)
+            (line,) = said[STALL_S]
+            assert f"(process {process.pid}) has waited 15 s for the file system at {str(disk.place)!r} (ext4" in line
+            target = path.with_name({"mkdir": "new", "unlink": "file3"}.get(name, "file"))
+            assert line.startswith("warning: rank 3 on ") and f": {name} of {str(target)!r}; check the disk" in line
+            disk.thaw()
+            end(process)
+            assert watch.look([WatchedProcess(process.pid, rank=3)], 110.0) == [
+                f"note: the file system at {str(disk.place)!r} (ext4 on {disk.device}) answers again, after 1 min 50 s"
+            ]
+            assert watch.look([WatchedProcess(process.pid, rank=3)], 112.5) == []
+
+
+@pytest.mark.parametrize("name", sample(READS, k=1, seed=0))
+def test_reads_from_a_stopped_server(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_text("x" * 10)
+    with fuse_mount(source, tmp_path / "served") as mounted:
+        path = tmp_path / "served/file"
+        process = start(READS[name], path, "file = os.open(path, os.O_RDONLY)" if name == "read" else "")
+        mounted.stop()
+        let_go(process)
+        said = lines_of(StallWatch(), process.pid, 0.0, STALL_S)
+        assert list(said) == [STALL_S]
+        assert f"for the file system at '{tmp_path}/served' (fuse on served): " in said[STALL_S][0]
+        expected = {"getdents": ("open", "stat", "getdents")}.get(name, (name, "stat"))
+        assert any(f": {call} of '{tmp_path}/served" in said[STALL_S][0] for call in expected), said
+        mounted.resume()
+        end(process)
+
+
+@pytest.mark.soak
+def test_a_slow_sync_is_no_stall(tmp_path: Path) -> None:
+    """An fsync of 20 MB at 1 MB/s is one call for 20 s."""
+    with loop_disk(tmp_path / "disk") as disk:
+        path = disk.place / "file"
+        code = "file = os.open(path, os.O_WRONLY | os.O_CREAT); os.write(file, bytes(20 << 20)); os.fsync(file)"
+        process = start(code, path)
+        disk.limit_writes(1_000_000)
+        try:
+            let_go(process, "fsync")
+            watch, num_looks = StallWatch(), 0
+            while any(call.call == "fsync" for call in blocked_calls(process.pid)):
+                num_looks += 1
+                assert watch.look([WatchedProcess(process.pid)], time.monotonic()) == []
+                time.sleep(LOOK_INTERVAL_S)
+            assert num_looks * LOOK_INTERVAL_S > STALL_S
+        finally:
+            disk.limit_writes(0)
+            end(process)
+
+
+def test_a_stopped_process_is_no_stall(tmp_path: Path) -> None:
+    process = start("os.read(0, 1)", tmp_path)
+    os.kill(process.pid, 19)
+    assert lines_of(StallWatch(), process.pid, 0.0, 60.0) == {}, "it reads from a pipe, and is stopped"
+    process.kill()
+    end(process)
+
+
+def test_requests_and_phases(tmp_path: Path) -> None:
+    """A request to a URL whose thread sleeps has stalled; one whose thread transfers bytes has not."""
+    watch, sleeping, ended = StallWatch(), threading.Event(), threading.Event()
+
+    def send() -> None:
+        with activity("saving step 40"), waiting_for("s3://bucket/run/file", "write"):
+            sleeping.set()
+            ended.wait()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert sleeping.wait(10)
+    time.sleep(0.05)
+    said = []
+    for look in range(7):
+        watched = WatchedProcess(os.getpid(), read_activities(this_process.content()))
+        said += watch.look([watched], look * LOOK_INTERVAL_S)
+    assert len(said) == 1 and said[0].startswith(
+        f"warning: process {os.getpid()} has waited 15 s for s3://bucket: write of 's3://bucket/run/file', "
+        "while saving step 40; check the network and the store"
+    )
+    ended.set()
+    thread.join()
+    assert read_activities(this_process.content()) == []
+    assert [line[:25] for line in watch.look([WatchedProcess(os.getpid())], 20.0)] == ["note: s3://bucket answers"]
+
+
+def test_progress_of_a_request(tmp_path: Path) -> None:
+    """The thread that transfers is another one than the thread that waits."""
+    watch, ended = StallWatch(), threading.Event()
+
+    def transfer() -> None:
+        while not ended.wait(0.001):
+            pass
+
+    thread = threading.Thread(target=transfer)
+    thread.start()
+    with waiting_for("s3://bucket/run/file", "write", thread.native_id):
+        for look in range(12):
+            watched = WatchedProcess(os.getpid(), read_activities(this_process.content()))
+            assert watch.look([watched], look * LOOK_INTERVAL_S) == []
+            time.sleep(0.02)
+    ended.set()
+    thread.join()
+
+
+def test_a_pause_of_the_watcher_counts_for_nothing(tmp_path: Path) -> None:
+    with loop_disk(tmp_path / "disk") as disk:
+        path = disk.place / "file"
+        process = start(CALLS["open"], path)
+        disk.freeze()
+        let_go(process)
+        watch = StallWatch()
+        assert watch.look([WatchedProcess(process.pid)], 0.0) == []
+        assert watch.look([WatchedProcess(process.pid)], 1000.0) == []
+        assert list(lines_of(watch, process.pid, 1002.5, 1020.0)) == [1000.0 + STALL_S]
+        disk.thaw()
+        end(process)
+
+
+def test_more_activities_than_slots() -> None:
+    with ExitStack() as held:
+        for number in range(30):
+            held.enter_context(activity(f"phase {number} of a name that is longer than its field has room for"))
+        found = read_activities(this_process.content())
+        assert len(found) == 10 and found[0].name.startswith("phase 0 ") and found[0].name.endswith("...")
+    assert read_activities(this_process.content()) == []
+    assert read_activities(bytes(range(256)) * 10) == []
