@@ -194,15 +194,15 @@ def test_a_mirror_that_is_away_for_a_while(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training goes on and says so; what was missed is copied with the next checkpoint."""
-    put, refused = Mirror.put, []
+    update, refused = Mirror.update, []
 
-    def refuse_once(mirror: Mirror, path: Path) -> None:
+    def refuse_once(mirror: Mirror, folder: Path, names: list[str], run_id: str) -> list[str]:
         if not refused:
-            refused.append(path.name)
+            refused.extend(names)
             raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
-        put(mirror, path)
+        return update(mirror, folder, names, run_id)
 
-    monkeypatch.setattr(Mirror, "put", refuse_once)
+    monkeypatch.setattr(Mirror, "update", refuse_once)
     mirror = f"file://{tmp_path}/mirror"
     train(settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__every_steps=2, checkpoint__mirror=mirror))
     assert refused == ["step-000000002"]
@@ -212,13 +212,13 @@ def test_a_mirror_that_is_away_for_a_while(
 
 
 def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(mirror: Mirror, path: Path) -> None:
+    def refuse(mirror: Mirror, *args: object) -> None:
         raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
 
     mirror = f"file://{tmp_path}/mirror"
     document = settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__mirror=mirror)
     with monkeypatch.context() as patch:
-        patch.setattr(Mirror, "put", refuse)
+        patch.setattr(Mirror, "update", refuse)
         with pytest.raises(MesetaError, match="timeout"):
             train(document)
     assert (tmp_path / "run/report.html").exists()

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Saver:
         self._notes: deque[str] = deque()
 
     def _open_mirror(self, url: str) -> None:
+        assert isinstance(self._folder, Path)  # the config allows no mirror for checkpoints at a URL
         self._mirror = checkpoint.Mirror(url, self._folder.parent / MIRROR_CHECKS)
 
     def _write_rate(self) -> checkpoint.WriteRate | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,16 @@ class StoreContents:
             except DamagedCheckpoint as problem:
                 self.damaged[path.name] = problem
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop checkpoints that are gone, and list files again when they are asked for."""
+        self._listed = {}
+        for name in names:
+            self.checkpoints.pop(name, None)
+            self.damaged.pop(name, None)
+
     def add(self, checkpoint: NamedFiles) -> None:
         """Register a checkpoint that this process has written."""
-        self._listed.clear()
-        self.damaged.pop(checkpoint.name, None)
+        self.forget([checkpoint.name])
         self.checkpoints[checkpoint.name] = checkpoint
         self._stamps[checkpoint.name] = self._stamp(checkpoint.name)
 

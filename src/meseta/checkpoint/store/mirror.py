@@ -191,6 +191,7 @@ class Mirror:
             return self._send(name, here, there.incomplete(checkpoint))
         if isinstance(self._store.parent, RemotePath) and (former is not None or name in there.damaged):
             self._store.discard(self._store.parent / name)  # no rename can replace it
+            there.forget([name])
         num_bytes = _copy(source, read_manifest(source), there)
         there.add(checkpoint)
         return num_bytes
@@ -206,13 +207,13 @@ class Mirror:
             folder, _, inner = path.partition("/")
             with self._store.older_file(folder, inner) as target:
                 copy_whole(here.store.parent / path, target, checkpoint.files[path][0])
-        self._there.refresh()
+        self._there.forget([])
         return sum(checkpoint.files[path][0] for path in paths)
 
     def _delete(self, doomed: Iterator[NamedFiles]) -> None:
-        if paths := [self._store.parent / found.name for found in doomed]:
-            self._store.delete(paths)
-            self._there.refresh()
+        if names := [found.name for found in doomed]:
+            self._store.delete([self._store.parent / name for name in names])
+            self._there.forget(names)
 
     def _set_aside(self, *, exclude: Collection[str]) -> list[str]:
         """Set damaged checkpoints aside; returns a warning for each."""
@@ -222,8 +223,7 @@ class Mirror:
                 problems[name] = f"checkpoint file '{self.url}/{paths[0]}' is missing or has another size"
         for name, problem in problems.items():
             self._store.pass_over(self._store.parent / name, problem)
-        if problems:
-            self._there.refresh()
+        self._there.forget(problems)
         return [f"{problem}: {name} at the mirror is set aside" for name, problem in problems.items()]
 
     def _read_back(self, here: StoreContents, names: Sequence[str], num_bytes: int) -> list[str]:
@@ -271,7 +271,6 @@ def _copy(source: Location, manifest: Mapping[str, Any], target: StoreContents) 
     store = target.store
     folders = {entry["path"].rpartition("/")[0] for entry in own_entries(manifest)} - {""}
     growing: Location = store.begin(manifest["step"], sorted(folders))
-    target.refresh()  # `begin` has deleted what killed runs left
     num_bytes = 0
     try:
         older = [e for e in entries_of(manifest) if split_path(e["path"])[0] is not None]

@@ -14,18 +14,19 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from meseta.checkpoint.failures import taken, writing
+from meseta.checkpoint.failures import taken
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
 from meseta.checkpoint.store.names import PASSED_OVER, check_known, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
-from meseta.machine.remote import RemotePath
+from meseta.machine.remote import WAITS_S, RemotePath
 from meseta.spec import MesetaError
 
 _LOCK = re.compile(r"\.writing-([0-9]{6})")
@@ -80,20 +81,34 @@ class ObjectStore:
                     lock.delete()
 
     def _acquire(self) -> None:
-        locks = self._locks()
-        for lock in locks:
-            if self._left_behind is not None and self._content(lock) not in self._left_behind:
-                raise taken(lock)
-        number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
-        self._token = secrets.token_hex(16).encode()
-        lock = self.parent / f".writing-{number:06d}"
-        with writing(lock):
-            lock.create(self._token)
+        """Create a lock, and delete those left behind. Waits a few seconds for a holder that is refused itself."""
+        for wait_s in (*WAITS_S, None):
+            locks = self._locks()
+            number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
+            lock = self.parent / f".writing-{number:06d}"
+            held = [other for other in locks if not self._is_left_behind(other)]
+            if not held and self._create(lock):
+                break
+            if wait_s is None:
+                raise taken((held or [lock])[0])
+            time.sleep(wait_s)
         self._lock = lock
-        if self._left_behind is not None:
-            self._left_behind.add(self._token)
         for former in locks:
             former.delete()
+
+    def _is_left_behind(self, lock: RemotePath) -> bool:
+        return self._left_behind is None or self._content(lock) in self._left_behind
+
+    def _create(self, lock: RemotePath) -> bool:
+        """Whether this process has created the lock, not another one."""
+        self._token = secrets.token_hex(16).encode()
+        try:
+            lock.create(self._token)
+        except FileExistsError:
+            return False
+        if self._left_behind is not None:
+            self._left_behind.add(self._token)
+        return True
 
     def _locks(self) -> list[RemotePath]:
         """By rising number."""
@@ -166,8 +181,8 @@ class ObjectStore:
 
     def named(self) -> list[RemotePath]:
         """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
-        checkpoints = [path for path in self._folders() if (path / MANIFEST_PATH).exists()]
-        return [path for path in checkpoints if not (path / PASSED_OVER).exists()]
+        listed = {path: path.names() for path in self._folders()}
+        return [path for path, names in listed.items() if MANIFEST_PATH in names and PASSED_OVER not in names]
 
     def pass_over(self, path: RemotePath, why: str) -> None:
         """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
