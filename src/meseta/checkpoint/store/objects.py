@@ -70,31 +70,32 @@ class ObjectStore:
     def alone(self) -> Iterator[None]:
         """Context manager that holds the lock. Raises MesetaError if another process holds it, or has saved here since
         `open`."""
-        self._acquire()
+        former = self._acquire()
         try:
+            for lock in former:
+                lock.delete()
             check_known(self.named() if self._known is not None else (), self._known)
             yield
         finally:
-            lock, self._lock = self._lock, None
+            own, self._lock = self._lock, None
             with contextlib.suppress(MesetaError):  # a lock that stays is known to be left behind
-                if lock is not None and self._content(lock) == self._token:
-                    lock.delete()
+                if own is not None and self._content(own) == self._token:
+                    own.delete()
 
-    def _acquire(self) -> None:
-        """Create a lock, and delete those left behind. Waits a few seconds for a holder that is refused itself."""
+    def _acquire(self) -> list[RemotePath]:
+        """Create a lock; returns those that are left behind. Waits a few seconds for a holder that is refused itself."""
         for wait_s in (*WAITS_S, None):
             locks = self._locks()
             number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
             lock = self.parent / f".writing-{number:06d}"
             held = [other for other in locks if not self._is_left_behind(other)]
             if not held and self._create(lock):
-                break
+                self._lock = lock
+                return locks
             if wait_s is None:
                 raise taken((held or [lock])[0])
             time.sleep(wait_s)
-        self._lock = lock
-        for former in locks:
-            former.delete()
+        raise AssertionError
 
     def _is_left_behind(self, lock: RemotePath) -> bool:
         return self._left_behind is None or self._content(lock) in self._left_behind
