@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
+from checkpoint.simulated import assert_holds, blank, many_files, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import Mirror, WriteRate, latest, load, verify
 from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.store import directory
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
@@ -186,8 +187,26 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
     train(settings(tiny, tmp_path / "whole", train__max_steps=8))
     assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
     assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
+    assert run_id(tmp_path / "second", 8) == run_id(tmp_path / "first", 5) != run_id(tmp_path / "whole", 8)
     with pytest.raises(MesetaError, match=r"holds checkpoints and checkpoint\.resume is 'never'"):
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
+
+
+def test_a_mirror_of_another_run_is_refused_before_the_first_step(tiny: Path, tmp_path: Path) -> None:
+    """Though it has the same data, config and seed."""
+    mirror = {"checkpoint__mirror": f"file://{tmp_path}/mirror"}
+    train(settings(tiny, tmp_path / "first", train__max_steps=5, **mirror))
+    train(settings(tiny, tmp_path / "second", train__max_steps=4))
+    ids = run_id(tmp_path / "first", 5), run_id(tmp_path / "second", 4)
+    before = many_files(tmp_path)
+    told = rf"{mirror['checkpoint__mirror']}' .* step 5 of run {ids[0]}, and this is run {ids[1]} at step 4; choose"
+    with pytest.raises(MesetaError, match=told):
+        train(settings(tiny, tmp_path / "second", train__max_steps=6, **mirror))
+    assert many_files(tmp_path) == before
+
+
+def run_id(run_dir: Path, step: int) -> str:
+    return str(read_manifest(checkpoint_path(run_dir / "checkpoints", step))["state"]["run_id"])
 
 
 def test_a_mirror_that_is_away_for_a_while(

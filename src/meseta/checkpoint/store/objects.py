@@ -83,7 +83,7 @@ class ObjectStore:
                     own.delete()
 
     def _acquire(self) -> list[RemotePath]:
-        """Create a lock; returns those that are left behind. Waits a few seconds for a holder that is refused itself."""
+        """Create a lock; returns those that are left behind. Waits a few seconds for a holder that may be refused."""
         for wait_s in (*WAITS_S, None):
             locks = self._locks()
             number = max((int(lock.name[-6:]) for lock in locks), default=0) + 1
