@@ -264,3 +264,20 @@ def test_both_damaged_is_told(tmp_path: Path) -> None:
             break
     assert len(notes) == 1 and f"{str(here)!r} must have the checksum" in notes[0]
     assert there.read_bytes() == before
+
+
+def test_a_damaged_original_is_not_sent(tmp_path: Path) -> None:
+    """The other checkpoints are, and none is deleted."""
+    place = Place(f"file://{tmp_path}/there")
+    run = begin(tmp_path, place, "none", 1)
+    save(run, range(1, 3))
+    place.write({})
+    here = next((run.folder / "step-000000002").rglob("*.arrow"))
+    here.write_bytes(flipped(here.read_bytes()))
+    save(run, range(3, 4))
+    with pytest.raises(MesetaError, match=f"{here}' must have the checksum"):
+        run.savers[0].copy_all()
+    assert Mirror(place.url).names() == ["step-000000003"]
+    save(run, range(4, 5))
+    run.savers[0].copy_all()
+    check_whole(place, run, 4)

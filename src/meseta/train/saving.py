@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -294,8 +295,13 @@ class Saver:
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def copy_all(self) -> None:
-        """Until the mirror has what it lacks; raises, on all ranks, why it cannot. Collective."""
+        """Until the mirror has what it lacks; raises, on all ranks, why it cannot. Collective.
+
+        Prints the notes that nobody has taken yet.
+        """
         self._world.on_first(self._copy_to_mirror)
+        for note in self.notes():
+            print(f"warning: {note}", file=sys.stderr)
 
     def wait(self) -> None:
         """Until the checkpoint is written; raises, on all ranks, what writing it met. Collective."""

@@ -92,11 +92,11 @@ class Mirror:
         """Copy a checkpoint there, with the files of older ones that it needs, except files that are there already.
 
         A former checkpoint of the step is replaced. Checkpoints there that need other content of the same files are
-        deleted: they cannot be of the same run.
+        deleted: they cannot be of the same run. Raises DamagedCheckpoint for a damaged checkpoint.
         """
         with self._told(), self._store.alone():
             self._there.refresh()
-            self._put(path.name, self._contents(path.parent))
+            self._put(path.name, self._contents(path.parent), is_new=False)
 
     def update(self, folder: Location, names: Collection[str], run_id: str | None) -> list[str]:
         """Make the mirror hold the intact checkpoints of `folder`, and no others of this run; returns warnings.
@@ -110,7 +110,14 @@ class Mirror:
             self._there.refresh()
             self._check_owner(run_id, here)
             intact = [n for n in names if n in here.checkpoints and not here.incomplete(here.checkpoints[n])]
-            sent_bytes = sum(self._put(name, here) for name in intact)
+            sent_bytes, problems = 0, list[DamagedCheckpoint]()
+            for name in intact:
+                try:
+                    sent_bytes += self._put(name, here, is_new=name == intact[-1])
+                except DamagedCheckpoint as problem:
+                    problems.append(problem)
+            if problems:  # the mirror keeps what it has
+                raise problems[0]
             self._delete(found for name, found in self._there.checkpoints.items() if name not in names)
             warnings = self._set_aside(exclude=intact)
             return warnings + self._read_back(here, intact, sent_bytes)
@@ -182,8 +189,9 @@ class Mirror:
             f"of {owner}, and this is run {run_id} at step {step}; choose another checkpoint.mirror, or move those away"
         )
 
-    def _put(self, name: str, here: StoreContents) -> int:
-        """Returns the number of bytes sent."""
+    def _put(self, name: str, here: StoreContents, *, is_new: bool) -> int:
+        """Returns the number of bytes sent. Its own files are checked before they are sent, unless it `is_new`. Raises
+        DamagedCheckpoint if one is damaged."""
         checkpoint, there = here.checkpoints[name], self._there
         self._delete(found for found in there.checkpoints.values() if found.contradicts(checkpoint))
         source, former = here.store.parent / name, there.checkpoints.get(name)
@@ -192,7 +200,10 @@ class Mirror:
         if isinstance(self._store.parent, RemotePath) and (former is not None or name in there.damaged):
             self._store.discard(self._store.parent / name)  # no rename can replace it
             there.forget([name])
-        num_bytes = _copy(source, read_manifest(source), there)
+        manifest = read_manifest(source)
+        if not is_new:
+            check_content(source, manifest, {path_in_store(name, entry) for entry in own_entries(manifest)})
+        num_bytes = _copy(source, manifest, there)
         there.add(checkpoint)
         return num_bytes
 
