@@ -69,8 +69,8 @@ PARTS = {
         ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
     "mirrors": Part(
-        "a mirror in 13 states, such as that of another run, half deleted or with a changed byte, under every policy, at "
-        "a directory and at an S3 server; two runs that save to one URL, interleaved at any request",
+        "a mirror in 13 states, such as that of another run, half deleted or with a changed byte, under every policy, "
+        "at a directory and at an S3 server; two runs that save to one URL, interleaved at any request",
         ("tests/checkpoint/test_mirror_cases.py", "tests/checkpoint/test_two_runs.py"),
     ),
     "everything": Part(
