@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from meseta.checkpoint.files.raw import parts
-from meseta.machine.files import inside, json_text, read_bounded, write_whole
+from meseta.machine.files import inside, json_text, parse_json, read_bounded, write_whole
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
@@ -34,7 +33,7 @@ class Readback:
         """Number of bytes of the first file that are compared already."""
         if kept is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
-                self._restore(json.loads(read_bounded(kept)))
+                self._restore(parse_json(read_bounded(kept)))
 
     def differing(
         self, originals: Location, copies: Location, sizes: Mapping[str, int], num_bytes: int
