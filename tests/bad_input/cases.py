@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from data.click_log import make_lines
+from meseta.checkpoint.files import digest
 from meseta.data import PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.data.read.served.credentials import token_folders
@@ -342,6 +343,16 @@ def mirror_out_of_reach(place: Place) -> list[Any]:
     return place.train("checkpoint.mirror=nosuch://bucket/run")
 
 
+def mirror_of_another_run(place: Place) -> list[Any]:
+    mirror = place.folder / "mirror"
+    shutil.copytree(place.run() / "checkpoints", mirror)
+    for path in mirror.rglob("manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["state"]["run_id"] = "0" * 32
+        path.write_text(json.dumps({**manifest, "manifest_checksum": digest.of_manifest(manifest)}))
+    return place.train(f"checkpoint.mirror=file://{mirror}")
+
+
 def checkpoints_at_no_url(place: Place) -> list[Any]:
     return place.train("checkpoint.dir=bucket/run")
 
@@ -440,6 +451,7 @@ TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_oth
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (frozen_table_in_a_resumed_run,)
 TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
+TRAINING += (mirror_of_another_run,)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
 TRAINING += (advice_on_codes, checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
+from checkpoint.simulated import assert_holds, blank, many_files, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import Mirror, WriteRate, latest, load, verify
 from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.store import directory
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
@@ -186,23 +187,41 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
     train(settings(tiny, tmp_path / "whole", train__max_steps=8))
     assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
     assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
+    assert run_id(tmp_path / "second", 8) == run_id(tmp_path / "first", 5) != run_id(tmp_path / "whole", 8)
     with pytest.raises(MesetaError, match=r"holds checkpoints and checkpoint\.resume is 'never'"):
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
+
+
+def test_a_mirror_of_another_run_is_refused_before_the_first_step(tiny: Path, tmp_path: Path) -> None:
+    """Though it has the same data, config and seed."""
+    mirror = {"checkpoint__mirror": f"file://{tmp_path}/mirror"}
+    train(settings(tiny, tmp_path / "first", train__max_steps=5, **mirror))
+    train(settings(tiny, tmp_path / "second", train__max_steps=4))
+    ids = run_id(tmp_path / "first", 5), run_id(tmp_path / "second", 4)
+    before = many_files(tmp_path)
+    told = rf"{mirror['checkpoint__mirror']}' .* step 5 of run {ids[0]}, and this is run {ids[1]} at step 4; choose"
+    with pytest.raises(MesetaError, match=told):
+        train(settings(tiny, tmp_path / "second", train__max_steps=6, **mirror))
+    assert many_files(tmp_path) == before
+
+
+def run_id(run_dir: Path, step: int) -> str:
+    return str(read_manifest(checkpoint_path(run_dir / "checkpoints", step))["state"]["run_id"])
 
 
 def test_a_mirror_that_is_away_for_a_while(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training goes on and says so; what was missed is copied with the next checkpoint."""
-    put, refused = Mirror.put, []
+    update, refused = Mirror.update, []
 
-    def refuse_once(mirror: Mirror, path: Path) -> None:
+    def refuse_once(mirror: Mirror, folder: Path, names: list[str], run_id: str) -> list[str]:
         if not refused:
-            refused.append(path.name)
+            refused.extend(names)
             raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
-        put(mirror, path)
+        return update(mirror, folder, names, run_id)
 
-    monkeypatch.setattr(Mirror, "put", refuse_once)
+    monkeypatch.setattr(Mirror, "update", refuse_once)
     mirror = f"file://{tmp_path}/mirror"
     train(settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__every_steps=2, checkpoint__mirror=mirror))
     assert refused == ["step-000000002"]
@@ -212,13 +231,13 @@ def test_a_mirror_that_is_away_for_a_while(
 
 
 def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(mirror: Mirror, path: Path) -> None:
+    def refuse(mirror: Mirror, *args: object) -> None:
         raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
 
     mirror = f"file://{tmp_path}/mirror"
     document = settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__mirror=mirror)
     with monkeypatch.context() as patch:
-        patch.setattr(Mirror, "put", refuse)
+        patch.setattr(Mirror, "update", refuse)
         with pytest.raises(MesetaError, match="timeout"):
             train(document)
     assert (tmp_path / "run/report.html").exists()

@@ -74,6 +74,11 @@ PARTS = {
         "that a command resumes; 200 seeded runs in which 30 % of all reads of manifests fail",
         ("tests/checkpoint/test_failed_reads.py", "tests/bad_input/test_unread_runs.py"),
     ),
+    "mirrors": Part(
+        "a mirror in 13 states, such as that of another run, half deleted or with a changed byte, under every policy, "
+        "at a directory and at an S3 server; two runs that save to one URL, interleaved at any request",
+        ("tests/checkpoint/test_mirror_cases.py", "tests/checkpoint/test_two_runs.py"),
+    ),
     "everything": Part(
         "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
         "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meseta.checkpoint.failures import together
 from meseta.checkpoint.saving import save
+from meseta.checkpoint.store.store import CheckpointStore
 from meseta.comm import World
 from meseta.machine.remote import Location
 from meseta.machine.system import give_way
@@ -37,7 +38,7 @@ class BackgroundSave:
 
     def start(
         self,
-        parent: Location | str,
+        parent: Location | str | CheckpointStore,
         *,
         shards: Sequence[TableStorage],
         dense: Mapping[str, Tensor],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -44,11 +45,14 @@ QUANTISED = "quantised"
 FEATURES = (CARRIED, DELTAS, QUANTISED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
+RUN_ID = "run_id"
+"""Key of the state: the random id of the run that saved the checkpoint. Earlier versions wrote none."""
 MOST_DELTAS = 1 << 16
 """After a whole checkpoint: a manifest has the size of each."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Size = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_RUN_ID = re.compile("[0-9a-f]{32}")
 _ABSENT: Any = None
 """Default of a key that may be missing; where it is there, it must have its type."""
 
@@ -332,6 +336,12 @@ def entries_of(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield manifest[CARRIED]
     for table in manifest["tables"].values():
         yield from table["blocks"]
+
+
+def run_id_of(manifest: Mapping[str, Any]) -> str | None:
+    """Return the id of the run that saved a checkpoint, or `None` if its state has no valid one."""
+    value = manifest["state"].get(RUN_ID)
+    return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
 
 
 def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -38,7 +38,7 @@ from meseta.storage import SelectedRows, TableStorage
 
 
 def save(
-    parent: Location | str,
+    parent: Location | str | CheckpointStore,
     *,
     world: World,
     step: int,

@@ -292,7 +292,7 @@ class CheckpointConfig(Section):
     blocks, and from which a run_dir without any goes on; None: run_dir/checkpoints."""
     mirror: Url | None = None
     """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
-    run_dir that has none begins with the newest there."""
+    run_dir that has none begins with the newest there. One run per mirror."""
     resume: Literal["auto", "older", "never"] = "auto"
     """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
     newest that is whole then, and repeats a read that fails for 10 s; 'never' refuses a run_dir that has one."""

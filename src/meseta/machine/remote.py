@@ -294,19 +294,31 @@ class RemotePath:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.url)
         return int(info["size"])
 
-    def folders(self) -> list[str]:
-        """Names of the folders in this one; none where it is not there."""
+    def names(self) -> dict[str, bool]:
+        """Whether each entry of this folder is a folder itself, by name; empty if this folder is missing."""
         with suppress(FileNotFoundError):
             listed = self._request("read", lambda system, path: system.ls(path, detail=True))
-            return sorted(_last(entry["name"]) for entry in listed if entry.get("type") == "directory")
-        return []
+            return {_last(entry["name"]): entry.get("type") == "directory" for entry in listed}
+        return {}
+
+    def folders(self) -> list[str]:
+        """Names of the folders in this one; none where it is not there."""
+        return sorted(name for name, is_folder in self.names().items() if is_folder)
 
     def files(self) -> dict[str, int]:
         """Bytes of every file below this folder, by its path from here; none where it is not there."""
+        return {name: size for name, (size, _) in self.stamped_files().items()}
+
+    def stamped_files(self) -> dict[str, tuple[int, str]]:
+        """Return (bytes, stamp) of every file below this folder, by path from here.
+
+        A file whose stamp is unchanged has not been written since. A store that reports neither a time nor an ETag
+        gives empty stamps.
+        """
         with suppress(FileNotFoundError):
             found: dict[str, Any] = self._request("read", _find_files)
             start = len(_system_of(self.url)[1].strip("/")) + 1
-            return {name.strip("/")[start:]: int(info.get("size") or 0) for name, info in sorted(found.items())}
+            return {name.strip("/")[start:]: (int(info.get("size") or 0), _stamp(info)) for name, info in found.items()}
         return {}
 
     def read(self, start: int, end: int) -> bytes:
@@ -435,6 +447,10 @@ def _transfer_thread(system: Any) -> int | None:
 
     thread = asyn.iothread[0] if system.async_impl else None
     return None if thread is None else thread.native_id
+
+
+def _stamp(info: Mapping[str, Any]) -> str:
+    return " ".join(str(info[key]) for key in _CHANGED if info.get(key))
 
 
 def _last(name: object) -> str:

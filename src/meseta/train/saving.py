@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +20,10 @@ from meseta.checkpoint.background import BackgroundSave, copied
 from meseta.checkpoint.changes import ChangedRows
 from meseta.checkpoint.failures import together
 from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
+from meseta.checkpoint.manifest import RUN_ID
 from meseta.checkpoint.policy import asks_since_whole
 from meseta.checkpoint.store.names import checkpoint_name
+from meseta.checkpoint.store.store import store_at
 from meseta.comm import World
 from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
@@ -35,6 +40,8 @@ from meseta.spec.tiers import DISK
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
 
+MIRROR_CHECKS = "mirror_checks.json"
+"""File of run_dir with the order in which files at the mirror are read back."""
 NUM_FLAGS = 3
 """Numbers that a saver has ranks agree on in every step, see `Saver.flags`."""
 
@@ -56,6 +63,7 @@ class Saver:
         """Whether a run that is resumed marks what has changed since the last whole checkpoint."""
         self._config = config
         self._folder = folder
+        self._store = store_at(folder)
         self._world = world
         self._saved_s = time.monotonic()
         self._minutes_passed = False
@@ -72,6 +80,8 @@ class Saver:
         """`saved_step` where the save in the background fails."""
         self._restores = 0
         """Times that rows have come back from codes."""
+        self._run_id: str | None = None
+        """Id in the checkpoints of this run; `None` until the first save, or until it is resumed."""
         self._rate = self._write_rate()
         self._copies_all: bool | None = None
         """Whether whole saves go on beside training."""
@@ -79,10 +89,13 @@ class Saver:
         """Of rank 0 alone."""
         if config.mirror is not None:
             world.on_first(lambda: self._open_mirror(str(config.mirror)))
+        if config.dir is not None:  # in run_dir, no other run can write
+            world.on_first(self._store.open)
         self._notes: deque[str] = deque()
 
     def _open_mirror(self, url: str) -> None:
-        self._mirror = checkpoint.Mirror(url)
+        assert isinstance(self._folder, Path)  # the config allows no mirror for checkpoints at a URL
+        self._mirror = checkpoint.Mirror(url, self._folder.parent / MIRROR_CHECKS)
 
     def _write_rate(self) -> checkpoint.WriteRate | None:
         """For all saves; raises MesetaError where ranks would wait so long for each other's blocks that they counted as
@@ -152,11 +165,13 @@ class Saver:
         base, rows = self._changes.take(self.saved_step, shards, bits, whole=bool(bits) and exact)
         bits = {} if exact else bits
         options = checkpoint.SaveOptions(carried=carried, base=base, bits=bits, rate=self._rate)
-        state = {**state, **({"restores": self._restores} if self._restores else {})}
+        if self._run_id is None:
+            self._run_id = self._world.from_first(lambda: secrets.token_hex(16))
+        state = {**state, RUN_ID: self._run_id, **({"restores": self._restores} if self._restores else {})}
         known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         try:
             if not ends and self._is_in_background(shards, rows):
-                self._background.start(self._folder, shards=shards, rows=rows, dense=dense, then=prune, **known)
+                self._background.start(self._store, shards=shards, rows=rows, dense=dense, then=prune, **known)
             else:
                 self._save_now(shards, rows, dense, known)
                 prune(self._world)
@@ -168,9 +183,18 @@ class Saver:
         self._saved_shards = shards
 
     def take_up(self, state: Mapping[str, Any]) -> int:
-        """Go on from a checkpoint, of what `restore` returned; its step."""
+        """Resume from a checkpoint, given what `restore` returned; returns its step. Collective.
+
+        Raises MesetaError, on all ranks, if the mirror holds checkpoints of another run.
+        """
         self.saved_step, self._restores = state["step"], state["restores"]
+        self._run_id = state.get(RUN_ID) or self._world.from_first(lambda: secrets.token_hex(16))
+        self._world.on_first(self._check_mirror)
         return self.saved_step
+
+    def _check_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.check_owner(self._run_id, self._folder)
 
     def _bits(self, plan: Plan) -> dict[str, RowBits]:
         """Of checkpoints that need not be exact, by table."""
@@ -187,7 +211,7 @@ class Saver:
         """Write a checkpoint while training waits. Collective."""
         selected = together(self._world, lambda: [] if rows is None else copied(shards, rows))
         try:
-            checkpoint.save(self._folder, world=self._world, shards=selected or shards, dense=dense, **known)
+            checkpoint.save(self._store, world=self._world, shards=selected or shards, dense=dense, **known)
         finally:
             for selection in selected:
                 selection.end_reading()
@@ -257,7 +281,7 @@ class Saver:
 
     def _keep(self, kept: int | None) -> None:
         try:
-            checkpoint.prune(self._folder, self._config.keep_last, kept)
+            checkpoint.prune(self._store, self._config.keep_last, kept)
         except StorageError as error:  # a file may be needed by what cannot be read now
             self._notes.append(f"{error}; no checkpoint is deleted for now, and the next save tries again")
         try:
@@ -267,21 +291,21 @@ class Saver:
 
     def _copy_to_mirror(self) -> None:
         if self._mirror is not None:
-            here = checkpoint.list_checkpoints(self._folder)
-            for listed in here:
-                if not listed.is_readable:  # it may be whole, and missing at the mirror
-                    raise StorageError(listed.problem)
-                if listed.summary is not None:
-                    self._mirror.put(listed.path)
-            self._mirror.keep([listed.path.name for listed in here])
+            names = [path.name for path in self._store.named()]
+            self._notes.extend(self._mirror.update(self._folder, names, self._run_id))
 
     def notes(self) -> list[str]:
         """What could not be saved, or copied to the mirror, since the last call; known to rank 0 alone."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def copy_all(self) -> None:
-        """Until the mirror has what it lacks; raises, on all ranks, why it cannot. Collective."""
+        """Until the mirror has what it lacks; raises, on all ranks, why it cannot. Collective.
+
+        Prints the notes that nobody has taken yet.
+        """
         self._world.on_first(self._copy_to_mirror)
+        for note in self.notes():
+            print(f"warning: {note}", file=sys.stderr)
 
     def wait(self) -> None:
         """Until the checkpoint is written; raises, on all ranks, what writing it met. Collective."""

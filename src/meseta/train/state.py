@@ -52,6 +52,7 @@ class _State(_Kept):
     best: _Best | None = None
     evaluated: Count = 0
     restores: Count = 0
+    run_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
     plateaus: dict[str, _Plateau] = {}
 
 

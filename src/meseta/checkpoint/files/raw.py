@@ -140,33 +140,38 @@ def copy_whole(source: Location, target: Location, num_bytes: int) -> None:
     """Make a file of another one, of `num_bytes`. Raises OSError where the target cannot be written, DamagedCheckpoint
     where the source is no regular file or has another size: of a stranger's, no more is read. Raises StorageError where
     the source cannot be read."""
-    parts = _parts(source, num_bytes + 1)
+    content = _read_parts(source, num_bytes + 1)
     if isinstance(target, RemotePath):
-        whole = b"".join(parts)
+        whole = b"".join(content)
         _check_copied(source, num_bytes, len(whole))
         with writing(target):
             target.create(whole)
         return
     with target.open("xb") as file:
-        copied = sum(file.write(part) for part in parts)
+        copied = sum(file.write(part) for part in content)
         _check_copied(source, num_bytes, copied)
         os.fsync(file.fileno())
 
 
-def _parts(source: Location, most_bytes: int) -> Iterator[bytes]:
-    """At most so much of a file."""
+def parts(source: Location, start: int, stop: int) -> Iterator[bytes]:
+    """Yield bytes start..stop-1 of a file, fewer if it ends before, COPIED_BYTES at a time. Raises OSError."""
     if isinstance(source, Path):
-        with reading(source), os.fdopen(open_regular(source), "rb") as file:
-            while most_bytes and (part := file.read(min(most_bytes, COPIED_BYTES))):
+        with os.fdopen(open_regular(source), "rb") as file:
+            file.seek(start)
+            while start < stop and (part := file.read(min(stop - start, COPIED_BYTES))):
                 yield part
-                most_bytes -= len(part)
+                start += len(part)
         return
+    stop = min(source.num_bytes(), stop)
+    while start < stop and (part := source.read(start, min(start + COPIED_BYTES, stop))):
+        yield part
+        start += len(part)
+
+
+def _read_parts(source: Location, num_bytes: int) -> Iterator[bytes]:
+    """`parts` from the beginning, with the errors of reading a checkpoint."""
     with reading(source):
-        size, start = min(source.num_bytes(), most_bytes), 0
-        while start < size:
-            part = source.read(start, min(start + COPIED_BYTES, size))
-            yield part
-            start += len(part)
+        yield from parts(source, 0, num_bytes)
 
 
 def _check_copied(source: Location, num_bytes: int, copied: int) -> None:

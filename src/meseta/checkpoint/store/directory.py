@@ -29,7 +29,7 @@ from meseta.checkpoint.failures import read
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
+from meseta.checkpoint.store.names import PASSED_OVER, check_known, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.files import files_below, is_folder, is_link, is_there, move, names_in, status_at, sync, walk_up
 from meseta.machine.locks import try_lock
@@ -49,6 +49,12 @@ class DirectoryStore:
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
+        self._known: set[str] | None = None
+        """Names of checkpoints that this store found when it was opened or has written; `None` if it was not opened."""
+
+    def open(self) -> None:
+        """Register the checkpoints that are there now. From then on a new one of another process is an error."""
+        self._known = {path.name for path in (*self.named(), *self.passed_over())}
 
     def growing(self, step: int) -> Path:
         """Where a checkpoint grows before its commit."""
@@ -57,7 +63,7 @@ class DirectoryStore:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other processes from writing a checkpoint here, but where the file system has no locks. Raises
-        MesetaError where one does so now."""
+        MesetaError where one does so now, or has saved here since `open`."""
         self._make()
         descriptor = os.open(self.parent, os.O_RDONLY)
         try:
@@ -66,6 +72,7 @@ class DirectoryStore:
                     f"checkpoint {str(self.parent)!r}: another process writes a checkpoint there now; one run at a "
                     "time may, so stop it, or choose another directory"
                 )
+            check_known(self.named() if self._known is not None else (), self._known)
             yield
         finally:
             os.close(descriptor)
@@ -103,12 +110,21 @@ class DirectoryStore:
                 "choose a directory that all hosts share"
             )
 
-    def files_of(self, folder: str) -> dict[str, int]:
-        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+    def files_of(self, folder: str) -> dict[str, tuple[int, str]]:
+        """Return (bytes, stamp) of the files of a checkpoint, or of what is left of one, by path inside it.
+
+        A file whose stamp is unchanged has not been written since.
+        """
         home = self.parent / folder
         found = {path: status_at(path) for path in (files_below(home) if is_folder(home) else ())}
-        regular = {path: status.st_size for path, status in found.items() if status and stat.S_ISREG(status.st_mode)}
-        return {path.relative_to(home).as_posix(): size for path, size in regular.items()}
+        return {
+            path.relative_to(home).as_posix(): (
+                status.st_size,
+                f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}",
+            )
+            for path, status in found.items()
+            if status and stat.S_ISREG(status.st_mode)
+        }
 
     @contextlib.contextmanager
     def older_file(self, folder: str, inner: str) -> Iterator[Path]:
@@ -148,6 +164,8 @@ class DirectoryStore:
         sync(self.parent)
         if is_there(former):
             self.discard(former)
+        if self._known is not None:
+            self._known.add(final.name)
         return final
 
     def give_up(self, growing: Path) -> None:

@@ -1,20 +1,20 @@
 """Copies of a run's checkpoints in another store, at a URL of fsspec: s3://, gs://, hdfs://, file:// and others.
 
 What lies there may be a stranger's: names, sizes and kinds of files are checked before the first byte is fetched,
-written or deleted.
+written or deleted. A file that is there already is used only if a manifest there gives it the right checksum.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import file_of, malformed, read_error
+from meseta.checkpoint.failures import DamagedCheckpoint, file_of, malformed, read_error
 from meseta.checkpoint.files.paths import NAME, split_path
 from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.manifest import (
@@ -25,10 +25,19 @@ from meseta.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
+from meseta.checkpoint.store.contents import (
+    NamedFiles,
+    StoreContents,
+    check_content,
+    key_of,
+    own_checkpoints,
+    path_in_store,
+)
 from meseta.checkpoint.store.names import checkpoint_name
-from meseta.checkpoint.store.store import CheckpointStore, store_at
+from meseta.checkpoint.store.readback import Readback
+from meseta.checkpoint.store.store import store_at
 from meseta.machine.files import is_read_failure
-from meseta.machine.remote import Location, RemotePath, location_exists, read_document, remote_errors
+from meseta.machine.remote import Location, RemotePath, read_document, remote_errors
 from meseta.machine.waits.activity import activity
 from meseta.spec import MesetaError
 
@@ -49,16 +58,21 @@ class Mirror:
     """Checkpoints below a URL; used by one process at a time. All methods raise MesetaError, naming the URL, where the
     file system cannot be reached, is not installed, or refuses."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, checks: Path | None = None) -> None:
+        """`checks` is the file that keeps the order in which files are read back; `None` keeps it in memory."""
         self.url = url.rstrip("/")
         self._store = store_at(self.url)
         if isinstance(self._store.parent, RemotePath):
             self._store.parent.check_installed()
+        self._there = StoreContents(self._store)
+        self._here: StoreContents | None = None
+        """Contents of the store that `update` copies from."""
+        self._readback = Readback(checks)
 
     def names(self) -> list[str]:
         """What may be a checkpoint there, by its name alone, the oldest first; no links."""
         with self._told():
-            return [path.name for path in self._store.named() if _is_own(path)]
+            return [path.name for path in own_checkpoints(self._store)]
 
     def checkpoints(self, *, newest_first: bool = False) -> Iterator[Mirrored]:
         """The checkpoints there; of their manifests, one at a time is in memory."""
@@ -67,32 +81,62 @@ class Mirror:
             if (found := self._find(name)) is not None:
                 yield found
 
-    def put(self, path: Location) -> None:
-        """Copy a checkpoint there, unless it is there already, with those files of older ones that it needs and that
-        are not there; a former one of its step gives way first."""
-        manifest = read_manifest(path)
-        former = self._store.parent / path.name
+    def check_owner(self, run_id: str | None, folder: Location) -> None:
+        """Raise MesetaError if checkpoints there belong to another run than the one that saves in `folder`.
+
+        Checkpoints of versions without run ids are accepted if the newest step that both places have is equal in both.
+        """
         with self._told():
-            if location_exists(former / MANIFEST_PATH):
-                found = self._find(path.name)
-                if found is not None and found.manifest == manifest:
-                    return
-                self._store.discard(former)
-            _copy(path, manifest, self._store)
+            self._there.refresh()
+            self._check_owner(run_id, self._contents(folder))
+
+    def put(self, path: Location) -> None:
+        """Copy a checkpoint there, with the files of older ones that it needs, except files that are there already.
+
+        A former checkpoint of the step is replaced. Checkpoints there that need other content of the same files are
+        deleted: they cannot be of the same run. Raises DamagedCheckpoint for a damaged checkpoint.
+        """
+        with self._told(), self._store.alone():
+            self._there.refresh()
+            self._put(path.name, self._contents(path.parent), is_new=False)
+
+    def update(self, folder: Location, names: Collection[str], run_id: str | None) -> list[str]:
+        """Make the mirror hold the intact checkpoints of `folder`, and no others of this run; returns warnings.
+
+        Deletes checkpoints there that are not among `names`, except files that others need. Sets damaged ones aside
+        that `folder` cannot replace. Then reads back as many bytes as it has sent, and sends damaged files again.
+        Raises what `check_owner` raises, and MesetaError for a damaged file here that the mirror lacks.
+        """
+        with self._told(), self._store.alone():
+            here = self._contents(folder)
+            self._there.refresh()
+            self._check_owner(run_id, here)
+            intact = [n for n in names if n in here.checkpoints and not here.incomplete(here.checkpoints[n])]
+            sent_bytes, problems = 0, list[DamagedCheckpoint]()
+            for name in intact:
+                try:
+                    sent_bytes += self._put(name, here, is_new=name == intact[-1])
+                except DamagedCheckpoint as problem:
+                    problems.append(problem)
+            if problems:  # the mirror keeps what it has
+                raise problems[0]
+            self._delete(found for name, found in self._there.checkpoints.items() if name not in names)
+            warnings = self._set_aside(exclude=intact)
+            return warnings + self._read_back(here, intact, sent_bytes)
 
     def keep(self, names: Collection[str]) -> None:
         """Delete the checkpoints there that are not among `names`, but the files that those need; what is none, or none
         of ours, stays."""
-        doomed = [found.name for found in self.checkpoints() if found.manifest and found.name not in names]
-        if doomed:
-            with self._told():
-                self._store.delete([self._store.parent / name for name in doomed])
+        with self._told(), self._store.alone():
+            self._there.refresh()
+            self._delete(found for name, found in self._there.checkpoints.items() if name not in names)
 
     def get(self, parent: Location, name: str | None = None) -> Location:
         """Fetch a checkpoint, None: the newest one, into the store `parent`, where it appears whole.
 
         Raises MesetaError also where there is none, where its manifest says what no checkpoint says, for files of other
-        sizes than it says, and where they do not fit on the disk.
+        sizes than it says, where they do not fit on the disk, and where a checkpoint in `parent` needs other content of
+        one of its files.
         """
         found = next(self.checkpoints(newest_first=True), None) if name is None else self._find(name)
         if found is None:
@@ -106,9 +150,107 @@ class Mirror:
                 "free; make room there"
             )
         try:
-            return _copy(self._store.parent / found.name, found.manifest, store_at(parent))
+            target = StoreContents(store_at(parent))
+            with target.store.alone():
+                target.refresh()
+                for other in target.checkpoints.values():
+                    if other.contradicts(NamedFiles.of(found.name, found.manifest)):
+                        raise MesetaError(
+                            f"checkpoint '{self.url}/{found.name}': {str(parent)!r} holds {other.name} of another run, "
+                            "which needs other content of the same files; choose another folder"
+                        )
+                _copy(self._store.parent / found.name, found.manifest, target)
+            path: Location = target.store.parent / found.name
+            return path
         except OSError as error:
             raise MesetaError(f"checkpoint {str(parent)!r}: {error.strerror or error}; make room there") from None
+
+    def _contents(self, folder: Location) -> StoreContents:
+        """Contents of the store that checkpoints are copied from, as they are now."""
+        if self._here is None or self._here.store.parent != folder:
+            self._here = StoreContents(store_at(folder))
+        self._here.refresh()
+        return self._here
+
+    def _check_owner(self, run_id: str | None, here: StoreContents) -> None:
+        there = self._there.checkpoints
+        others = [found for found in there.values() if found.run_id not in (None, run_id)]
+        newest = max(there.values(), key=lambda found: found.step, default=None)
+        if newest is None or (not others and newest.run_id is not None):
+            return
+        common = max((here.checkpoints[name].step for name in there.keys() & here.checkpoints.keys()), default=None)
+        if not others and common is not None:
+            name = checkpoint_name(common)
+            if there[name].identity == here.checkpoints[name].identity:
+                return
+        found = others[-1] if others else newest
+        step = max((checkpoint.step for checkpoint in here.checkpoints.values()), default=0)
+        owner = f"run {found.run_id}" if found.run_id else "a run without an id"
+        raise MesetaError(
+            f"checkpoint.mirror {self.url!r} holds checkpoints of another run: the newest there is step {found.step} "
+            f"of {owner}, and this is run {run_id} at step {step}; choose another checkpoint.mirror, or move those away"
+        )
+
+    def _put(self, name: str, here: StoreContents, *, is_new: bool) -> int:
+        """Returns the number of bytes sent. Its own files are checked before they are sent, unless it `is_new`. Raises
+        DamagedCheckpoint if one is damaged."""
+        checkpoint, there = here.checkpoints[name], self._there
+        self._delete(found for found in there.checkpoints.values() if found.contradicts(checkpoint))
+        source, former = here.store.parent / name, there.checkpoints.get(name)
+        if former is not None and former.manifest_checksum == checkpoint.manifest_checksum:
+            return self._send(name, here, there.incomplete(checkpoint))
+        if isinstance(self._store.parent, RemotePath) and (former is not None or name in there.damaged):
+            self._store.discard(self._store.parent / name)  # no rename can replace it
+            there.forget([name])
+        manifest = read_manifest(source)
+        if not is_new:
+            check_content(source, manifest, {path_in_store(name, entry) for entry in own_entries(manifest)})
+        num_bytes = _copy(source, manifest, there)
+        there.add(checkpoint)
+        return num_bytes
+
+    def _send(self, name: str, here: StoreContents, paths: Sequence[str]) -> int:
+        """Send files of a checkpoint that is there; returns their bytes. Raises DamagedCheckpoint if one is damaged
+        here."""
+        if not paths:
+            return 0
+        source, checkpoint = here.store.parent / name, here.checkpoints[name]
+        check_content(source, read_manifest(source), paths)
+        for path in paths:
+            folder, _, inner = path.partition("/")
+            with self._store.older_file(folder, inner) as target:
+                copy_whole(here.store.parent / path, target, checkpoint.files[path][0])
+        self._there.forget([])
+        return sum(checkpoint.files[path][0] for path in paths)
+
+    def _delete(self, doomed: Iterator[NamedFiles]) -> None:
+        if names := [found.name for found in doomed]:
+            self._store.delete([self._store.parent / name for name in names])
+            self._there.forget(names)
+
+    def _set_aside(self, *, exclude: Collection[str]) -> list[str]:
+        """Set damaged checkpoints aside; returns a warning for each."""
+        problems = {name: str(problem) for name, problem in self._there.damaged.items()}
+        for name, found in self._there.checkpoints.items():
+            if name not in exclude and (paths := self._there.incomplete(found)):
+                problems[name] = f"checkpoint file '{self.url}/{paths[0]}' is missing or has another size"
+        for name, problem in problems.items():
+            self._store.pass_over(self._store.parent / name, problem)
+        self._there.forget(problems)
+        return [f"{problem}: {name} at the mirror is set aside" for name, problem in problems.items()]
+
+    def _read_back(self, here: StoreContents, names: Sequence[str], num_bytes: int) -> list[str]:
+        """Compare at most `num_bytes` of the files there with those here; returns warnings."""
+        owners = {path: name for name in names for path in here.checkpoints[name].files}
+        sizes = {path: here.checkpoints[name].files[path][0] for path, name in owners.items()}
+        warnings = []
+        for path in self._readback.differing(here.store.parent, self._store.parent, sizes, num_bytes):
+            try:
+                self._send(owners[path], here, [path])
+                warnings.append(f"checkpoint file '{self.url}/{path}' had changed and was sent again")
+            except DamagedCheckpoint as problem:
+                warnings.append(f"{problem}; the file at the mirror {self.url!r} differs and is left as it is")
+        return warnings
 
     def _find(self, name: str) -> Mirrored | None:
         """None where there is none, or half of one, or another format. Raises StorageError if a read fails."""
@@ -140,33 +282,31 @@ class Mirror:
             yield
 
 
-def _is_own(path: Location) -> bool:
-    """Whether a name is that of a checkpoint, and no link to one elsewhere."""
-    return path.name.startswith("step-") and not (isinstance(path, Path) and path.is_symlink())
-
-
-def _copy(source: Location, manifest: Mapping[str, Any], store: CheckpointStore) -> Location:
-    """Copy a checkpoint into a store, where it appears whole, and of older ones what it needs and is not there; returns
-    where it lies. Raises OSError of a directory."""
+def _copy(source: Location, manifest: Mapping[str, Any], target: StoreContents) -> int:
+    """Copy a checkpoint into a store, where it appears whole, with the files of older ones that it needs, except those
+    that are there with their checksum; returns the number of bytes written. Raises OSError of a directory."""
+    store = target.store
     folders = {entry["path"].rpartition("/")[0] for entry in own_entries(manifest)} - {""}
     growing: Location = store.begin(manifest["step"], sorted(folders))
-    there: dict[str, dict[str, int]] = {}
+    num_bytes = 0
     try:
-        for entry in entries_of(manifest):
+        older = [e for e in entries_of(manifest) if split_path(e["path"])[0] is not None]
+        missing = [e for e in older if not target.has(path_in_store(source.name, e), key_of(e))]
+        if isinstance(source, Path):
+            check_content(source, manifest, {path_in_store(source.name, entry) for entry in missing})
+        for entry in [*own_entries(manifest), *missing]:
             folder, inner = split_path(entry["path"])
             if folder is None:
                 copy_whole(file_of(source, entry), growing / inner, entry["num_bytes"])
-                continue
-            if folder not in there:
-                there[folder] = store.files_of(folder)
-            if there[folder].get(inner) != entry["num_bytes"]:
-                with store.older_file(folder, inner) as target:
-                    copy_whole(file_of(source, entry), target, entry["num_bytes"])
-        path: Location = store.commit(growing, manifest)
+            else:
+                with store.older_file(folder, inner) as place:
+                    copy_whole(file_of(source, entry), place, entry["num_bytes"])
+            num_bytes += entry["num_bytes"]
+        store.commit(growing, manifest)
     except BaseException:
         store.give_up(growing)
         raise
-    return path
+    return num_bytes
 
 
 def fetch(url: str, folder: Location) -> Location:

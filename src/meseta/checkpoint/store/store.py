@@ -32,6 +32,9 @@ class CheckpointStore(Protocol):
     writes_near: bool
     """Whether a save waits for the links of ranks, so that each writes what it holds; or for a disk."""
 
+    def open(self) -> None:
+        """Register what is there now. From then on a new checkpoint of another process is an error."""
+
     def growing(self, step: int) -> Any:
         """Where a checkpoint grows before its commit; known to every rank."""
 
@@ -39,16 +42,20 @@ class CheckpointStore(Protocol):
         """Clean up after killed runs, and make room for a checkpoint, with `folders` in it; returns `growing`."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes from writing a checkpoint here. Raises MesetaError where one does so now."""
+        """Keep other processes from writing a checkpoint here. Raises MesetaError where one does so now, or has saved
+        here since `open`."""
 
     def check_shared(self, growing: Any) -> None:
         """Raise MesetaError where this rank does not see what rank 0 has begun."""
 
-    def files_of(self, folder: str) -> dict[str, int]:
-        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+    def files_of(self, folder: str) -> dict[str, tuple[int, str]]:
+        """Return (bytes, stamp) of the files of a checkpoint, or of what is left of one, by path inside it.
+
+        A file whose stamp is unchanged has not been written since; an empty stamp says nothing.
+        """
 
     def older_file(self, folder: str, inner: str) -> AbstractContextManager[Any]:
-        """Where to write a file of an older checkpoint, which one that grows needs; it appears whole."""
+        """Where to write a file of an existing checkpoint, whose former file is replaced; it appears whole."""
 
     def commit(self, growing: Any, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> Any:
         """Make a checkpoint of what has grown; returns where it lies."""
@@ -78,8 +85,10 @@ class CheckpointStore(Protocol):
         """What is known to lie there beside them."""
 
 
-def store_at(parent: Location | str) -> CheckpointStore:
-    """The store of a directory or URL."""
+def store_at(parent: Location | str | CheckpointStore) -> CheckpointStore:
+    """The store of a directory or URL; `parent` itself if it is a store."""
+    if isinstance(parent, CheckpointStore):
+        return parent
     parent = locate(parent)
     return ObjectStore(parent) if isinstance(parent, RemotePath) else DirectoryStore(parent)
 
@@ -121,7 +130,7 @@ def newest(parent: Location | str) -> Location | None:
     return None
 
 
-def prune(parent: Location | str, keep_last: int, keep_step: int | None = None) -> list[Location]:
+def prune(parent: Location | str | CheckpointStore, keep_last: int, keep_step: int | None = None) -> list[Location]:
     """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
 
     The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. Files that

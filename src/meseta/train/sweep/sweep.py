@@ -204,8 +204,9 @@ def open_sweep(
         try:
             chosen = check_document(read_document(config, [*fixed, *trial.overrides]), config)
             _check_data(trial, chosen)
-            if chosen.checkpoint.dir is not None:
-                raise MesetaError("checkpoint.dir: all trials would write there; leave it out")
+            for key in ("dir", "mirror"):
+                if getattr(chosen.checkpoint, key) is not None:
+                    raise MesetaError(f"checkpoint.{key}: all trials would write there; leave it out")
             own_code |= own_code_of(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None

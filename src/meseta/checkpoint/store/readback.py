@@ -1,0 +1,82 @@
+"""Comparison of mirrored files with their originals, a part with each save, least recently checked files first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+
+from meseta.checkpoint.files.raw import parts
+from meseta.machine.files import inside, is_read_failure, json_text, parse_json, read_bounded, write_whole
+from meseta.machine.remote import Location
+from meseta.spec import MesetaError
+
+
+class Readback:
+    """Order in which the files of one mirror are compared.
+
+    It is kept in a file, so that it outlives the process. If that is lost, the files of the oldest checkpoints come
+    first.
+    """
+
+    def __init__(self, kept: Path | None = None) -> None:
+        self._kept = kept
+        self._queue: deque[str] = deque()
+        """Paths of files, least recently sent or checked first."""
+        self._offset = 0
+        """Number of bytes of the first file that are compared already."""
+        if kept is not None:
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                self._restore(parse_json(read_bounded(kept)))
+
+    def differing(
+        self, originals: Location, copies: Location, sizes: Mapping[str, int], num_bytes: int
+    ) -> Iterator[str]:
+        """Compare the next `num_bytes` of the files in `sizes`, and yield the path of each file that differs.
+
+        `sizes` has the bytes of all files, by path below both folders. Raises MesetaError or OSError if a file cannot
+        be read; the next call then begins with that file.
+        """
+        first, known = next(iter(self._queue), None), set(self._queue)
+        self._queue = deque(path for path in self._queue if path in sizes)
+        self._queue.extend(path for path in sizes if path not in known)
+        if next(iter(self._queue), None) != first:
+            self._offset = 0
+        left = min(num_bytes, sum(sizes.values()))
+        while left > 0:
+            path, start = self._queue[0], self._offset
+            stop = min(start + left, sizes[path])
+            is_equal = _is_equal(originals / path, copies, path, start, stop)
+            left -= stop - start
+            self._offset = stop
+            if stop == sizes[path] or not is_equal:
+                self._offset = 0
+                self._queue.append(self._queue.popleft())
+            if not is_equal:
+                yield path
+        self._keep()
+
+    def _restore(self, document: dict[str, object]) -> None:
+        queue, offset = document["files"], document["offset"]
+        if isinstance(queue, list) and all(isinstance(path, str) for path in queue) and isinstance(offset, int):
+            self._queue, self._offset = deque(dict.fromkeys(queue)), max(offset, 0)
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            with suppress(MesetaError):  # such as on a full disk: a lost order costs time alone
+                write_whole(self._kept, json_text({"offset": self._offset, "files": [*self._queue]}))
+
+
+def _is_equal(original: Location, copies: Location, path: str, start: int, stop: int) -> bool:
+    """Whether bytes start..stop-1 of the copy are those of the original."""
+    folder, _, inner = path.partition("/")
+    try:
+        copy = inside(copies / folder, inner) if isinstance(copies, Path) else copies / path
+        pairs = zip_longest(parts(original, start, stop), parts(copy, start, stop))
+        return all(one == other for one, other in pairs)
+    except OSError as error:
+        if not is_read_failure(error) and error.filename != str(original):
+            return False
+        raise
