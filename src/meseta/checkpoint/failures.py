@@ -4,7 +4,7 @@ waiting in a collective."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,13 @@ def taken(path: Location) -> MesetaError:
         f"checkpoint {str(path)!r} is another run's, which has written there; stop that one, or choose another "
         "checkpoint.dir"
     )
+
+
+def check_known(checkpoints: Iterable[Location], known: Collection[str] | None) -> None:
+    """Raise MesetaError if a checkpoint has none of the `known` names: another run has saved it. `None` allows all."""
+    for path in checkpoints:
+        if known is not None and path.name not in known:
+            raise taken(path)
 
 
 def check_checksum(path: Location, expected: str, found: str) -> None:

@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import read
+from meseta.checkpoint.failures import check_known, read
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import PASSED_OVER, check_known, checkpoint_name, named_step
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.files import files_below, is_folder, is_link, is_there, move, names_in, status_at, sync, walk_up
 from meseta.machine.locks import try_lock

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
-from meseta.checkpoint.failures import taken
 from meseta.machine.remote import Location
 
 PASSED_OVER = "passed-over.txt"
@@ -25,10 +22,3 @@ def checkpoint_name(step: int) -> str:
 def named_step(path: Location) -> int:
     """The step that a checkpoint's name tells."""
     return int(path.name.rpartition("-")[2])
-
-
-def check_known(checkpoints: Iterable[Location], known: Collection[str] | None) -> None:
-    """Raise MesetaError if a checkpoint has none of the `known` names: another run has saved it. `None` allows all."""
-    for path in checkpoints:
-        if known is not None and path.name not in known:
-            raise taken(path)

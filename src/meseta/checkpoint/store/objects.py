@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from meseta.checkpoint.failures import has_file, read, taken
+from meseta.checkpoint.failures import check_known, has_file, read, taken
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
-from meseta.checkpoint.store.names import PASSED_OVER, check_known, checkpoint_name, named_step
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.errors import StorageError
 from meseta.machine.remote import WAITS_S, RemotePath
