@@ -105,7 +105,7 @@ class Run:
 
         def resume(rank: int) -> int:
             loaded = load(path, world=self.worlds[rank], shards=self.pieces[rank], marks_since_whole=since_whole)
-            self.savers[rank].saved_step = loaded.step
+            self.savers[rank].take_up({"restores": 0, **loaded.state, "step": loaded.step})
             assert torch.equal(loaded.dense["bias"], dense_of(loaded.step)["bias"])
             return loaded.step
 
