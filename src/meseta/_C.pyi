@@ -348,9 +348,14 @@ def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], pres
     """Begin to read rows into `out` and `present`."""
 
 def read_frozen_rows(
-    frozen: object, first: int, values: Sequence[NDArray[np.uint8]], present: NDArray[np.bool_]
+    frozen: object,
+    first: int,
+    listed: NDArray[np.int64] | None,
+    values: Sequence[NDArray[np.uint8]],
+    present: NDArray[np.bool_],
 ) -> object:
-    """Begin to read as many consecutive frozen rows as `present` has; their values as `write_rows` takes them."""
+    """Begin to read as many frozen rows as `present` has: from `first` on, or those that are listed; their values as
+    `write_rows` takes them."""
 
 def wait_rows(reading: object) -> list[int]:
     """Wait for a read; its failure: kind, 0 for none, error of the system, row, byte of the file, whether written."""

@@ -96,7 +96,7 @@ class Run:
             shards: list[Any] = [marked(piece, self.changed) for piece in pieces(SPECS, plan, world.rank, tables)]
             known = base if world.rank == 0 or base is None else base.told()
             if known is not None:
-                shards = [p.select(known.rows(p.shard, p.marks.rows(Consumer.CHECKPOINTS))) for p in shards]
+                shards = [p.select(known.rows(p.shard, p.marks.row_set(Consumer.CHECKPOINTS))) for p in shards]
             fixed = {"step": step, "plan": plan, "dense": dense_of(step), "state": STATE}
             return save(self.parent, world=world, shards=shards, options=SaveOptions(base=known), **fixed)
 

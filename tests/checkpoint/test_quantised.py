@@ -33,6 +33,7 @@ from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.policy import Base, base_of
 from meseta.comm import World
 from meseta.config.row_bits import WIDTHS, RowBits
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import make_storages
@@ -73,7 +74,9 @@ def saved(
         if known is not None:
             for at, piece in enumerate(shards):
                 (first, stop), rows = piece.shard.rows, changed[piece.spec.name]
-                shards[at] = piece.select(known.rows(piece.shard, rows[(rows >= first) & (rows < stop)] - first))
+                of_piece = RowSet(piece.shard.num_rows)
+                of_piece.add(rows[(rows >= first) & (rows < stop)] - first)
+                shards[at] = piece.select(known.rows(piece.shard, of_piece))
         options = SaveOptions(base=known, bits={spec.name: bits for spec in SPECS})
         fixed = {"step": step, "plan": plan, "dense": {"bias": torch.ones(2)}, "state": {}}
         return save(parent, world=world, shards=shards, options=options, **fixed)

@@ -259,7 +259,7 @@ def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
     with pytest.raises(MesetaError, match="values of a row have 6 bytes; its record has 8"):
         file.write(torch.tensor([0]), out[:, :3].contiguous(), out[:, :3].contiguous())
     frozen = file.freeze()
-    with pytest.raises(MesetaError, match="not among the frozen rows"):
+    with pytest.raises(MesetaError, match="not among the 10 frozen rows"):
         frozen.read(10, out)
     file.close()
     file.close()

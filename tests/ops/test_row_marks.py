@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meseta.ops import row_update as ops
 from meseta.ops.row_marks import Consumer, RowMarks, num_words
+from meseta.ops.row_marks.row_set import CHUNK_ROWS, RowSet
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference
 from meseta.ops.row_update.call import ApplyCall, UpdateCall
@@ -195,3 +196,41 @@ def test_a_row_outside_the_marks_is_named() -> None:
     far = torch.full((len(call.tables[0]),), 16)
     with pytest.raises(MesetaError, match="row 16 lies outside the marks of 16 rows"):
         by_the_operator(replace(call, row_ids=[far], marks=[torch.zeros(1, dtype=torch.int32)]))
+
+
+@given(
+    num_rows=st.sampled_from([1, 7, 8, 300, CHUNK_ROWS, 2 * CHUNK_ROWS + 11]),
+    ranges=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_a_set_of_rows_holds_what_a_list_of_flags_does(
+    num_rows: int, ranges: list[tuple[float, float]], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    rows, flags = RowSet(num_rows), np.zeros(num_rows, bool)
+    former = rows.copy()
+    for share in (0.01, 0.5):
+        some = np.unique(random.integers(0, num_rows, int(share * num_rows)))
+        rows.add(torch.from_numpy(some))
+        flags[some] = True
+        assert len(rows) == flags.sum()
+    for bounds in ranges:
+        first, stop = sorted(int(bound * num_rows) for bound in bounds)
+        rows.add_range(first, stop)
+        flags[first:stop] = True
+    for bounds in ([0.0, 1.0], *ranges):
+        first, stop = sorted(int(bound * num_rows) for bound in bounds)
+        assert rows.count(first, stop) == flags[first:stop].sum()
+        assert np.array_equal(rows.rows(first, stop).numpy(), flags[first:stop].nonzero()[0] + first)
+    assert np.array_equal(rows.rows().numpy(), flags.nonzero()[0]) and len(former) == 0
+    assert len(RowSet.all(num_rows)) == num_rows
+
+
+def test_a_set_of_rows_is_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meseta.ops.row_marks.row_set.LISTED_ROWS", 64)
+    marks, rows = RowMarks(1000), torch.from_numpy(np.unique(np.random.default_rng(0).integers(0, 1000, 400)))
+    members = RowSet(1000)
+    members.add(rows)
+    assert torch.equal(torch.cat(list(members.parts())), rows)
+    marks.add_set(members, Consumer.CHECKPOINTS)
+    assert torch.equal(marks.rows(Consumer.CHECKPOINTS), rows) and not len(marks.row_set(Consumer.SERVERS))

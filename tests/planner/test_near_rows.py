@@ -311,3 +311,24 @@ def test_a_disk_is_a_way_out() -> None:
         find_plan(workload(tables), topology)
     found = find_plan(workload(tables), replace(topology, disk_bytes=20_000_000_000))
     assert "disk" in {shard.tier for entry in found.plan.tables for shard in entry.shards}
+
+
+@pytest.mark.parametrize("tier", ["hbm", "cached", "disk"])
+@pytest.mark.parametrize("deltas", [False, True])
+def test_saves_of_every_policy_and_tier_are_counted(tier: str, deltas: bool) -> None:
+    """A million rows of 260 bytes: blocks of 65,536 rows, which have 268 bytes there, and parts of 131,072 rows."""
+    optimizer = OptimizerSpec(name="rowwise_adagrad")
+    tables = [TableSpec(name="item", num_embeddings=1_000_000, embedding_dim=64, optimizer=optimizer)]
+    work = workload(tuple(tables))
+    document = {"tables": {"*": {"sharding": "table_wise", "tier": tier}}}
+    run = RunBytes(deltas=deltas, saves_beside=True, storage=StorageOptions())
+    held = plan_memory(Plan.from_dict(document, tables, 1), work, 1, run)["checkpoint"]
+    block, part, ids = 65_536 * 268, 131_072 * 260, 8 * 65_536
+    written = 4 * (block + 16_384 + ids) + deltas * (4 * ids + 3 * 1_000_000 // 8)
+    if tier == "disk":
+        written += 4 * part + 3 * 131_072 * 16  # two in hand or ahead, and those of four blocks; 16 bytes to find a row
+    elif tier == "cached" or deltas:
+        written += 5 * block
+    assert held["host"]["saving"] == [max(written, (9 if deltas else 6) * block)]
+    assert (held["hbm"]["activations"] > 0) == (tier == "disk")  # training goes on beside it where nothing is copied
+    assert held["host"]["saving"][0] <= 512 << 20

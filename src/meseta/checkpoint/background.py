@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from meseta.checkpoint.store.store import CheckpointStore
 from meseta.comm import World
 from meseta.machine.remote import Location
 from meseta.machine.system import give_way
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.storage import SelectedRows, TableStorage
 
 
@@ -42,7 +44,7 @@ class BackgroundSave:
         *,
         shards: Sequence[TableStorage],
         dense: Mapping[str, Tensor],
-        rows: Sequence[Tensor] | None = None,
+        rows: Sequence[RowSet] | None = None,
         then: Callable[[World], object],
         **known: Any,
     ) -> None:
@@ -86,7 +88,7 @@ class BackgroundSave:
 
 def copied(
     shards: Sequence[TableStorage],
-    rows: Sequence[Tensor] | None,
+    rows: Sequence[RowSet] | None,
     former: Sequence[TableStorage | SelectedRows] = (),
 ) -> list[TableStorage | SelectedRows]:
     """Pieces, or some rows of each, which training does not change, in the memory of `former` ones where it fits."""
@@ -103,3 +105,14 @@ def copied(
             copy.end_reading()
         raise
     return copies
+
+
+def selected_in_place(
+    shards: Sequence[TableStorage], rows: Sequence[RowSet], held: ExitStack
+) -> list[TableStorage | SelectedRows]:
+    """Some rows of each piece, to be read while nothing changes them; `held` ends the reading."""
+    pieces: list[TableStorage | SelectedRows] = []
+    for piece, of_piece in zip(shards, rows, strict=True):
+        pieces.append(piece.select_in_place(of_piece))
+        held.callback(pieces[-1].end_reading)
+    return pieces

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.manifest import entries_of
 from meseta.checkpoint.policy import Base, Policy, asks_since_whole, base_of
@@ -16,6 +13,7 @@ from meseta.comm import World
 from meseta.config.row_bits import RowBits
 from meseta.machine.remote import Location
 from meseta.ops.row_marks import Consumer
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
 from meseta.storage import TableStorage
 
@@ -26,7 +24,7 @@ class ChangedRows:
     def __init__(self, folder: Location, world: World, policy: Literal["none"] | Policy, max_chain: int) -> None:
         self._folder, self._world, self._max_chain = folder, world, max_chain
         self._policy = None if policy == "none" else policy
-        self._taken: Sequence[Tensor] | None = None
+        self._taken: Sequence[RowSet] | None = None
         """Marks that the save under way has cleared, by shard."""
 
     def take(
@@ -36,14 +34,14 @@ class ChangedRows:
         bits: Mapping[str, RowBits] | None = None,
         *,
         whole: bool = False,
-    ) -> tuple[Base | None, Sequence[Tensor] | None]:
+    ) -> tuple[Base | None, Sequence[RowSet] | None]:
         """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
         holds, with those that `Base` asks for; None and None for a whole one, as one that must be. Collective."""
         self._taken = None
         if self._policy is None:
             return None, None
         base = None if whole else self._base(self._policy, step, shards, bits or {})
-        changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
+        changed = [piece.marks.row_set(Consumer.CHECKPOINTS) for piece in shards]
         if base is None or not asks_since_whole(self._policy):
             self._taken = changed
             for piece in shards:
@@ -55,7 +53,7 @@ class ChangedRows:
     def give_back(self, shards: Sequence[TableStorage]) -> None:
         """The save has failed: the next one holds its rows too."""
         for piece, rows in zip(shards, self._taken or (), strict=False):
-            piece.marks.add(rows, Consumer.CHECKPOINTS)
+            piece.marks.add_set(rows, Consumer.CHECKPOINTS)
         self._taken = None
 
     def note(self, shards: Sequence[TableStorage]) -> str | None:
@@ -90,12 +88,12 @@ class ChangedRows:
         told: Base | None = self._world.gather_objects(base and base.told())[0]
         return base or told
 
-    def _selected(self, base: Base, piece: TableStorage, changed: Tensor) -> Tensor:
+    def _selected(self, base: Base, piece: TableStorage, changed: RowSet) -> RowSet:
         """Rows of a piece that a delta holds; those of replicas come from the first rank."""
         if piece.shard.ranks[0] != self._world.rank:
-            return changed[:0]
+            return RowSet(piece.shard.num_rows)
         if steps_all_rows(piece):
-            changed = torch.arange(piece.shard.num_rows)
+            changed = RowSet.all(piece.shard.num_rows)
         return base.rows(piece.shard, changed)
 
 

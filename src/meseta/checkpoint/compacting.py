@@ -19,7 +19,7 @@ from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.machine.remote import Location, locate, location_exists
 from meseta.spec import MesetaError
-from meseta.spec.blocks import WRITES_IN_FLIGHT
+from meseta.spec.blocks import CHAIN_READERS
 
 
 def compact(
@@ -78,7 +78,7 @@ def _write_table(
         on_rows(entry["num_rows"])
         return entry
 
-    with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
+    with ThreadPoolExecutor(CHAIN_READERS) as pool:
         blocks = list(pool.map(write, blocks_of(table)))
         list(pool.map(partial(sync_block, growing), [entry["path"] for entry in blocks]))
     return {**table, "blocks": blocks}

@@ -205,7 +205,7 @@ def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:
     values = {name: as_stored(value) for name, value in storage.read(begin, end).items()}
     if piece.block is not None:
         assert isinstance(storage, SelectedRows)
-        values[ID] = (storage.rows[slice(*storage.span(begin, end))] + (first - piece.block)).to(torch.uint32)
+        values[ID] = (storage.rows.rows(begin, end) + (first - piece.block)).to(torch.uint32)
     return values
 
 

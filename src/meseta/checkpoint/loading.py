@@ -26,7 +26,9 @@ from meseta.machine.remote import Location, locate, location_is_folder
 from meseta.machine.system import give_back_freed_memory
 from meseta.machine.waits.activity import activity
 from meseta.ops.row_marks import Consumer
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
+from meseta.spec.blocks import CHAIN_READERS, READERS
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
@@ -34,9 +36,7 @@ FillJob = tuple[BlockSchema, list[Entry], bool, list[TableStorage]]
 """Columns of a block, its files, oldest first, whether all its rows have changed since the last whole checkpoint, and
 the shards that it fills."""
 Changed = list[tuple[TableStorage, Tensor]]
-"""Rows, ascending, that have changed since the last whole checkpoint, of some shards."""
-_READERS = 6
-"""Blocks that a rank reads at a time: the disk is busy while others are summed. Each costs its size in memory."""
+"""Rows of a block, ascending, that have changed since the last whole checkpoint, by shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +107,16 @@ def _verify(path: Location) -> str:
     tables = {}
     for name, table in manifest["tables"].items():
         schema, blocks = BlockSchema.from_dict(table), blocks_of(table)
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(_num_readers(blocks)) as pool:
             checksums = list(pool.map(partial(_checksum, path, schema), blocks))
         tables[name] = {"checksum": digest.of_table({**table, "blocks": checksums})}
     give_back_freed_memory()
     return digest.of_model({**manifest, "tables": tables})
+
+
+def _num_readers(blocks: Sequence[Sequence[Entry]]) -> int:
+    is_plain = all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks)
+    return READERS if is_plain else CHAIN_READERS
 
 
 def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> dict[str, str]:
@@ -198,13 +203,15 @@ def _fill(
                 is_new = step_of(block[0], manifest["step"]) > whole_step(manifest)
                 jobs.append((schema, block, is_new, pieces))
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        changed = [rows for some in pool.map(partial(_fill_from_block, path, since_whole), jobs) for rows in some]
+    with ThreadPoolExecutor(_num_readers([files for _, files, _, _ in jobs])) as pool:
+        changed = {id(piece): RowSet(piece.shard.num_rows) for piece in shards}
+        for of_block in pool.map(partial(_fill_from_block, path, since_whole), jobs):
+            for piece, of_piece in of_block:
+                changed[id(piece)].add(of_piece)
     give_back_freed_memory()
     for piece in shards:
         piece.marks.clear(Consumer.CHECKPOINTS)
-    for piece, some in changed:
-        piece.marks.add(some, Consumer.CHECKPOINTS)
+        piece.marks.add_set(changed[id(piece)], Consumer.CHECKPOINTS)
     return read_tensors(path, manifest["dense"])
 
 

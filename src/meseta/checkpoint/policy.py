@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from meseta.checkpoint.files.chain import Entry, blocks_of
 from meseta.checkpoint.files.codes import row_bytes_of
 from meseta.checkpoint.files.digest import TABLE_SHAPE
@@ -17,9 +14,9 @@ from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import seen_from_sibling, step_of
 from meseta.checkpoint.manifest import DELTAS, MOST_DELTAS, read_manifest, whole_step
 from meseta.config.row_bits import RowBits
-from meseta.jagged.shapes import Int
 from meseta.machine.files import DOCUMENT_BYTES
 from meseta.machine.remote import Location
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError, Shard
 
 _ENTRY_BYTES = 512
@@ -49,16 +46,13 @@ class Base:
         """What other ranks than the first need."""
         return Base(policy=self.policy, rewritten=self.rewritten)
 
-    def rows(self, shard: Shard, changed: Int[Tensor, " n"]) -> Int[Tensor, " m"]:
-        """Rows of a shard that the delta writes, ascending: those that have changed, and all of the blocks that it
-        writes whole."""
-        parts, begin = [], 0
+    def rows(self, shard: Shard, changed: RowSet) -> RowSet:
+        """Return the rows of a shard that the delta writes: changed ones, and all of blocks that it writes whole."""
+        selected = changed.copy()
         for first, stop in self.rewritten.get(shard.table, ()):
-            span = [min(max(row - shard.rows[0], 0), shard.num_rows) for row in (first, stop)]
-            at = torch.searchsorted(changed, torch.tensor(span)).tolist()
-            parts += [changed[begin : at[0]], torch.arange(*span)]
-            begin = at[1]
-        return torch.cat([*parts, changed[begin:]])
+            begin, end = (min(max(row - shard.rows[0], 0), shard.num_rows) for row in (first, stop))
+            selected.add_range(begin, end)
+        return selected
 
     def entry(self, written: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
         """What the manifest of a delta says of itself, which has `written` files."""

@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from meseta.checkpoint.exchange import Job, LocalShards, SelectedCounts, exchange, pack, rounds, unpack
@@ -57,8 +56,9 @@ def save(
     URL of fsspec, to which every rank uploads the blocks that it writes, and where a checkpoint of the same step, which
     is another run's, is an error.
 
-    With `options.base` the save is a delta: shards are the selected rows of each piece (`TableStorage.select`), those
-    that have changed since the base and those that it asks for. The base must still lie in `parent`.
+    With `options.base` the save is a delta: shards are the selected rows of each piece (`TableStorage.select`, or
+    `select_in_place`), those that have changed since the base and those that it asks for. The base must still lie in
+    `parent`.
 
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
@@ -177,12 +177,12 @@ def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: Loc
     for shard, piece in local.items():
         if not isinstance(piece, SelectedRows) or shard.ranks[0] != world.rank:
             continue
-        blocks = [
-            span for span in layouts[piece.spec.name].spans() if span[0] < shard.rows[1] and shard.rows[0] < span[1]
-        ]
-        bounds = torch.tensor([first for first, _ in blocks] + [blocks[-1][1]]) - shard.rows[0]
-        ends = torch.searchsorted(piece.rows, bounds.clamp(0, shard.num_rows)).tolist()
-        here = {first: end - begin for (first, _), (begin, end) in zip(blocks, pairwise(ends), strict=True)}
+        start, num_rows = shard.rows[0], shard.num_rows
+        here = {
+            first: piece.rows.count(max(first - start, 0), min(stop - start, num_rows))
+            for first, stop in layouts[piece.spec.name].spans()
+            if first < shard.rows[1] and start < stop
+        }
         counts[shard] = {first: count for first, count in here.items() if count}
     return {shard: held for part in world.gather_objects(counts) for shard, held in part.items()}
 

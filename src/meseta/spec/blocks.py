@@ -8,6 +8,9 @@ BLOCK_BYTES = 32 << 20
 an exchange has no more, and neither has what it sends to one rank."""
 WRITES_IN_FLIGHT = 4
 """Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others."""
+READERS, CHAIN_READERS = 6, 3
+"""Blocks that are read at once, of one exact file each, or of several files or in codes, which take up to three times
+their size while they are read: the disk is busy while others are summed."""
 ID_BYTES = 8
 """Of the number of a row, which stands before it in a block."""
 ROW_ID_BYTES = 4

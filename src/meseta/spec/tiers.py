@@ -43,6 +43,10 @@ INDEX_BYTES = 4
 """Of each row of a piece on a disk, near or far: where it lies in its file."""
 FILE_SHARE = 1.5
 """What a file of rows takes, at most, over its rows with their states."""
+PART_BYTES = 64 << 20
+"""Of consecutive rows that fill segments of their own; who reads all rows in order holds as much, some times."""
+PARTS_AHEAD = 1
+"""Parts that are read while one is taken: the disk is busy while another is looked up."""
 MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
 """Those of the device, of its host, and disks."""
 
@@ -50,6 +54,11 @@ MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
 def index_bytes(tier: str, num_rows: int) -> int:
     """Of memory for where the rows of a piece lie."""
     return INDEX_BYTES * num_rows if tier == DISK else 0
+
+
+def part_rows(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
+    """Rows of each part but the last, where a row has `record_bytes` with its states."""
+    return 1 << (max(part_bytes // record_bytes, 1).bit_length() - 1)
 
 
 class Held(NamedTuple):

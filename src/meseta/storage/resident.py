@@ -16,6 +16,7 @@ from meseta.jagged.shapes import Float, Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
 from meseta.ops.row_marks import RowMarks
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
@@ -108,7 +109,11 @@ class TableShard(TableStorage):
             copy.values[name].copy_(value.detach())
         return copy
 
-    def select(self, rows: Int[Tensor, " n"], reuse: SelectedRows | None = None) -> CopiedRows:
+    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+        where = rows.to(self.device)
+        return {name: value.detach()[where].cpu() for name, value in self.values.items()}
+
+    def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> CopiedRows:
         return CopiedRows(self.spec, self.shard, self.values, rows, buffers=copy_rows(self.values, rows, reuse))
 
     def _room_for_copy(self) -> TableShard:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.jagged.shapes import Int
 from meseta.ops.memory import empty
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Shard, TableSpec
 
 ROOM, MOST_ROOM = 1.125, 1.3
@@ -22,7 +22,7 @@ class SelectedRows(ABC):
     """Rows of one placed piece of a table, ascending, counted from its first; they are read from the first to the last,
     and training does not change them."""
 
-    def __init__(self, spec: TableSpec, shard: Shard, like: Mapping[str, Tensor], rows: Int[Tensor, " n"]) -> None:
+    def __init__(self, spec: TableSpec, shard: Shard, like: Mapping[str, Tensor], rows: RowSet) -> None:
         self.spec = spec
         """The whole table."""
         self.shard = shard
@@ -30,12 +30,7 @@ class SelectedRows(ABC):
         self.values = like
         """By name a tensor of the type and the shape that the values of all its rows have."""
         self.rows = rows
-        """Those selected, int64 [n]."""
-
-    def span(self, first: int, stop: int) -> tuple[int, int]:
-        """Which of the selected rows lie in first..stop-1: number of the first, and of the one after the last."""
-        begin, end = torch.searchsorted(self.rows, torch.tensor([first, stop])).tolist()
-        return begin, end
+        """Those selected."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
@@ -56,27 +51,27 @@ class CopiedRows(SelectedRows):
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Views."""
-        begin, end = self.span(first, stop)
+        begin = self.rows.count(0, first)
+        end = begin + self.rows.count(first, stop)
         return {name: value[begin:end] for name, value in self.buffers.items()}
 
     def end_reading(self) -> None:
         """Their memory is kept for the next ones."""
 
 
-class FrozenSelection(SelectedRows):
-    """Rows of a frozen piece that is read block by block."""
+class LazyRows(SelectedRows):
+    """Rows that are read where they are stored, a block at a time."""
 
     def __init__(self, *of: Any, read: Callable[[int, int], dict[str, Tensor]], close: Callable[[], None]) -> None:
+        """`read(first, stop)` returns the selected rows among first..stop-1, at least one."""
         super().__init__(*of)
         self._read, self._close = read, close
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Copies; where none of the rows is selected, nothing is read."""
-        begin, end = self.span(first, stop)
-        if begin == end:
-            return {name: value.new_empty((0, *value.shape[1:]), device="cpu") for name, value in self.values.items()}
-        here = self.rows[begin:end] - first
-        return {name: value[here] for name, value in self._read(first, stop).items()}
+        """Of a block without a selected row, nothing is read."""
+        if self.rows.count(first, stop):
+            return self._read(first, stop)
+        return {name: value.new_empty((0, *value.shape[1:]), device="cpu") for name, value in self.values.items()}
 
     def end_reading(self) -> None:
         self._close()
@@ -95,13 +90,15 @@ def room_for(like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | No
     return buffers
 
 
-def copy_rows(values: Mapping[str, Tensor], rows: Int[Tensor, " n"], reuse: SelectedRows | None) -> dict[str, Tensor]:
+def copy_rows(values: Mapping[str, Tensor], rows: RowSet, reuse: SelectedRows | None) -> dict[str, Tensor]:
     """Buffers of `room_for` that begin with copies of some rows of `values`."""
-    buffers = room_for(values, len(rows), reuse)
-    for name, value in values.items():
-        copies = buffers[name][: len(rows)]
-        if value.device.type == "cpu":
-            torch.index_select(value.detach(), 0, rows, out=copies)
-        else:
-            copies.copy_(value.detach()[rows.to(value.device)])
+    buffers, end = room_for(values, len(rows), reuse), 0
+    for part in rows.parts():
+        begin, end = end, end + len(part)
+        for name, value in values.items():
+            copies = buffers[name][begin:end]
+            if value.device.type == "cpu":
+                torch.index_select(value.detach(), 0, part, out=copies)
+            else:
+                copies.copy_(value.detach()[part.to(value.device)])
     return buffers

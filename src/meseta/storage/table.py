@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Int
 from meseta.ops.row_marks import Consumer, RowMarks
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
-from meseta.storage.selection import FrozenSelection, SelectedRows
+from meseta.storage.selection import LazyRows, SelectedRows
 
 ROW = "row"
 """Name of the rows among the optimizer's states."""
-TAKEN_ROWS = 1 << 16
-"""Rows that are read at once to take some of them."""
 
 
 class TableStorage(ABC):
@@ -90,12 +88,17 @@ class TableStorage(ABC):
         """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
         needed no longer."""
 
-    def select(self, rows: Int[Tensor, " n"], reuse: SelectedRows | None = None) -> SelectedRows:
-        """Some rows, ascending, which training does not change. `reuse` is one that was made before and is needed no
-        longer."""
-        frozen = self.freeze()
-        of = self.spec, self.shard, self.values, rows
-        return FrozenSelection(*of, read=frozen.read, close=frozen.end_reading)
+    def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> SelectedRows:
+        """Some rows, which training does not change. `reuse` is one that was made before and is needed no longer."""
+        return self.freeze().select_in_place(rows)
+
+    def select_in_place(self, rows: RowSet) -> SelectedRows:
+        """Some rows, to be read from the first to the last while nothing changes them; no copy of them is kept."""
+
+        def read(first: int, stop: int) -> dict[str, Tensor]:
+            return self.take(rows.rows(first, stop))
+
+        return LazyRows(self.spec, self.shard, self.values, rows, read=read, close=self.end_reading)
 
     def in_order(self) -> TableStorage:
         """The rows, to be read from the first to the last while nothing changes them, until `end_reading`."""
@@ -110,17 +113,9 @@ class TableStorage(ABC):
         """Of all rows and states, once."""
         return sum(value.numel() * value.element_size() for value in self.values.values())
 
+    @abstractmethod
     def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
         """Copies of some rows, ascending, by name, in the memory of the host."""
-        firsts = range(0, self.shard.num_rows, TAKEN_ROWS)
-        ends = torch.searchsorted(rows, torch.tensor([first + TAKEN_ROWS for first in firsts])).tolist()
-        parts: list[dict[str, Tensor]] = []
-        for first, (begin, end) in zip(firsts, pairwise([0, *ends]), strict=True):
-            here = rows[begin:end] - first
-            if here.numel() or not parts:
-                block = self.read(first, min(first + TAKEN_ROWS, self.shard.num_rows))
-                parts.append({name: value[here.to(value.device)].cpu() for name, value in block.items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:

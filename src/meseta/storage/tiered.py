@@ -17,6 +17,7 @@ from meseta.ops.random_rows import initial_rows, initial_rows_of, table_key
 from meseta.ops.row_cache import FarFailure, NoRoom, PinnedRows, RowCache
 from meseta.ops.row_file import FrozenRows
 from meseta.ops.row_marks import RowMarks
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
@@ -24,7 +25,7 @@ from meseta.spec.tiers import DISK, SLOT_BYTES, index_bytes
 from meseta.storage.far import FarRows, FarSnapshot
 from meseta.storage.file_parts import FrozenFile
 from meseta.storage.records import RecordLayout
-from meseta.storage.selection import CopiedRows, SelectedRows, room_for
+from meseta.storage.selection import CopiedRows, LazyRows, SelectedRows, room_for
 from meseta.storage.table import ROW, TableStorage, as_stored, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
 
@@ -274,22 +275,38 @@ class TieredShard(_FarShard):
 
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
+        return self._freeze(None)
+
+    def _freeze(self, selected: RowSet | None) -> FrozenShard:
+        """Freeze all rows, or, of a disk, the selected ones."""
         self._settle()
         self._write_dirty()
         rows = self.far.freeze()
-        far = FrozenFile(rows, self._layout.widths) if isinstance(rows, FrozenRows) else rows
-        return FrozenShard(self.spec, self.shard, self.optimizer, far, seed=self.seed, like=self._like)
+        far = FrozenFile(rows, self._layout.widths, selected) if isinstance(rows, FrozenRows) else rows
+        known: dict[str, Any] = {"seed": self.seed, "like": self._like, "selected": selected}
+        return FrozenShard(self.spec, self.shard, self.optimizer, far, **known)
 
-    def select(self, rows: Tensor, reuse: SelectedRows | None = None) -> SelectedRows:
+    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+        return self._read_rows(rows)
+
+    def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> SelectedRows:
         """Rows of a disk are read block by block when the selection is, after what lies near was written there; others
         are copied."""
         if self.shard.tier == DISK:
-            return super().select(rows)
-        buffers = room_for(self._like, len(rows), reuse)
-        for first in range(0, len(rows), MOVED_ROWS):
-            for name, value in self._read_rows(rows[first : first + MOVED_ROWS]).items():
-                buffers[name][first : first + len(value)] = value
+            return self.select_in_place(rows)
+        buffers, end = room_for(self._like, len(rows), reuse), 0
+        for part in (few for many in rows.parts() for few in many.split(MOVED_ROWS)):
+            begin, end = end, end + len(part)
+            for name, value in self._read_rows(part).items():
+                buffers[name][begin:end] = value
         return CopiedRows(self.spec, self.shard, self._like, rows, buffers=buffers)
+
+    def select_in_place(self, rows: RowSet) -> SelectedRows:
+        if self.shard.tier != DISK:
+            return super().select_in_place(rows)
+        frozen = self._freeze(rows)
+        of = self.spec, self.shard, self._like, rows
+        return LazyRows(*of, read=frozen.read, close=frozen.end_reading)
 
     def in_order(self) -> TableStorage:
         return self.freeze() if self.shard.tier == DISK else self
@@ -307,18 +324,24 @@ class FrozenShard(_FarShard):
         *,
         seed: int,
         like: dict[str, Tensor],
+        selected: RowSet | None = None,
     ) -> None:
         super().__init__(spec, shard, optimizer, seed, like)
-        self._far = far
+        self._far, self._selected = far, selected
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Not to be written to."""
+        """Not to be written to; of a shard that was frozen for some rows, these of first..stop-1."""
         records, is_present = self._far.take(first, stop)
+        if self._selected is not None:
+            return self._values_of(records, is_present, self._selected.rows(first, stop))
         return self._values(records, is_present, first, stop)
+
+    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+        raise MesetaError(f"table {self.spec.name!r}: a copy for a save is read from the first row to the last")
 
     def end_reading(self) -> None:
         self._far.close()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meseta import checkpoint
-from meseta.checkpoint.background import BackgroundSave, copied
+from meseta.checkpoint.background import BackgroundSave, selected_in_place
 from meseta.checkpoint.changes import ChangedRows
 from meseta.checkpoint.failures import together
 from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
@@ -33,11 +34,12 @@ from meseta.errors import StorageError
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.machine.remote import Location
+from meseta.ops.row_marks.row_set import RowSet
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError, Plan
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.spec.tiers import DISK
-from meseta.storage import TableStorage
+from meseta.storage import SelectedRows, TableStorage
 from meseta.train.setup.memory import free_bytes
 
 MIRROR_CHECKS = "mirror_checks.json"
@@ -204,17 +206,16 @@ class Saver:
     def _save_now(
         self,
         shards: Sequence[TableStorage],
-        rows: Sequence[Tensor] | None,
+        rows: Sequence[RowSet] | None,
         dense: Mapping[str, Tensor],
         known: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint while training waits. Collective."""
-        selected = together(self._world, lambda: [] if rows is None else copied(shards, rows))
-        try:
-            checkpoint.save(self._store, world=self._world, shards=selected or shards, dense=dense, **known)
-        finally:
-            for selection in selected:
-                selection.end_reading()
+        with ExitStack() as held:
+            pieces: Sequence[TableStorage | SelectedRows] = shards
+            if rows is not None:
+                pieces = together(self._world, lambda: selected_in_place(shards, rows, held))
+            checkpoint.save(self._store, world=self._world, shards=pieces, dense=dense, **known)
 
     def _tell_of_whole(self, shards: Sequence[TableStorage]) -> None:
         """Say once which tables deltas hold whole. Collective."""
@@ -243,7 +244,7 @@ class Saver:
                 f"{error}; training goes on (checkpoint.on_failure), and the next checkpoint tries again"
             )
 
-    def _is_in_background(self, shards: Sequence[TableStorage], rows: Sequence[Tensor] | None = None) -> bool:
+    def _is_in_background(self, shards: Sequence[TableStorage], rows: Sequence[RowSet] | None = None) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Of whole saves decided
         once, since their copy is kept."""
         if self._config.background != "auto":

@@ -20,13 +20,12 @@ from meseta.errors import MesetaError
 from meseta.ops.core import core
 from meseta.ops.row_file.engine import DiskEngine, EngineFacts, engine_facts
 from meseta.ops.row_file.scratch_file import ScratchFile
+from meseta.spec.tiers import PART_BYTES, part_rows
 
 __all__ = ["DiskEngine", "EngineFacts", "FrozenRows", "RowFile", "RowFileCounters", "RowRead", "engine_facts"]
 
 SEGMENT_BYTES = 256 << 10
 """What is written at once, at least."""
-PART_BYTES = 64 << 20
-"""Of consecutive rows that fill segments of their own; who reads all rows in order holds as much, some times."""
 MAX_ROWS = 1 << 31
 """Of a file: an index entry has 4 bytes."""
 MAX_RECORD_BYTES = (256 << 10) - 2 * 4096
@@ -113,7 +112,7 @@ class RowFile:
                 f"{record_bytes:,}; cut its columns into shards"
             )
         self.num_rows, self.record_bytes, self.engine = num_rows, record_bytes, engine
-        self.part_rows = 1 << (max(part_bytes // record_bytes, 1).bit_length() - 1)
+        self.part_rows = part_rows(record_bytes, part_bytes)
         """Rows that lie together, from each multiple of it on, wherever they lie among each other."""
         facts = engine.facts
         self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.direct else 0)
@@ -243,14 +242,19 @@ class FrozenRows:
         self._file, self._handle = file, handle
         self.num_rows, self.record_bytes, self.part_rows = file.num_rows, file.record_bytes, file.part_rows
 
-    def read(self, first: int, *values: Tensor) -> RowRead:
-        """Begin to read rows first, first + 1, ... as `RowFile.read` does, into `values`, uint8 [n, bytes] each, which
-        side by side are their records; reads of rows as they are go before. Whole parts of the file are read at the
-        disk's sequential rate. Raises MesetaError for rows that the file has not, or that are forgotten."""
+    def read(self, rows: int | Tensor, *values: Tensor) -> RowRead:
+        """Begin to read rows as `RowFile.read` does, into `values`, uint8 [n, bytes] each, which side by side are their
+        records; reads of rows as they are go before.
+
+        `rows` is the first of n consecutive rows, or lists them, int64 [n] ascending. Rows that are stored near each
+        other are read with what is between them, at the disk's sequential rate; others one by one. Raises MesetaError
+        for rows that the file has not, or that are forgotten.
+        """
         present = torch.empty(len(values[0]), dtype=torch.bool)
+        first, listed = (rows, None) if isinstance(rows, int) else (0, rows.numpy())
         try:
             outs = [value.numpy() for value in values]
-            handle = core().read_frozen_rows(self._handle, first, outs, present.numpy())
+            handle = core().read_frozen_rows(self._handle, first, listed, outs, present.numpy())
         except ValueError as error:
             raise MesetaError(f"{self._file.owner}: {error}") from None
         return RowRead(self._file, handle, present)

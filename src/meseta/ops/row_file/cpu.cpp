@@ -1,6 +1,7 @@
 // Files of rows: binding. What they are stands in log.h, how transfers are made in engine.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -142,15 +143,24 @@ nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present present) {
   return hold_reading(held_reading.release());
 }
 
-nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, const std::vector<Out>& values, Present present) {
+// Rows first, first + 1, ..., or those that are listed, ascending.
+nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, std::optional<Rows> listed,
+                             const std::vector<Out>& values, Present present) {
   const auto rows = held<Frozen>(frozen, kFrozen);
   const auto count = int64_t(present.shape(0));
-  if (first < rows->first || count > rows->log->num_rows() - first)
-    refuse("rows ", first, "..", first + count - 1, " are not among the frozen rows ", rows->first, "..",
-           rows->log->num_rows() - 1);
+  if (listed) {
+    check(*rows->log, *listed);
+    if (int64_t(listed->shape(0)) != count) refuse("present has ", count, " entries for ", listed->shape(0), " rows");
+    if (count > 0) first = *std::min_element(listed->data(), listed->data() + count);
+  } else if (count > rows->log->num_rows() - first) {
+    refuse("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " frozen rows");
+  }
+  if (first < rows->first) refuse("frozen rows before ", rows->first, " are forgotten, and row ", first, " is asked for");
   auto fields = fields_of<uint8_t>(*rows->log, values, count);
-  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(rows->log), {}, values, present});
+  auto held_reading = std::unique_ptr<HeldReading>(
+      new HeldReading{Reading(rows->log), listed.value_or(Rows()), values, present});
   held_reading->reading.ticket.frozen = rows;
+  if (listed) held_reading->reading.ticket.rows = listed->data();
   held_reading->reading.ticket.first = first;
   held_reading->reading.ticket.count = count;
   {
@@ -233,8 +243,8 @@ void bind_row_file(nb::module_& m) {
         nb::arg("salt"));
   m.def("write_rows", &write_rows, nb::arg("log"), nb::arg("rows"), nb::arg("values"));
   m.def("read_rows", &read_rows, nb::arg("log"), nb::arg("rows"), nb::arg("out"), nb::arg("present"));
-  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("values"),
-        nb::arg("present"));
+  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("listed").none(),
+        nb::arg("values"), nb::arg("present"));
   m.def("wait_rows", &wait_rows, nb::arg("reading"));
   m.def("rows_are_read", &rows_are_read, nb::arg("reading"));
   m.def("freeze_rows", &freeze_rows, nb::arg("log"));

@@ -124,7 +124,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   }
 
   void submit(Ticket& ticket) {
-    if (ticket.rows == nullptr) return scan(ticket);
+    if (ticket.frozen != nullptr) return scan(ticket);
     engine_->submit(ticket);
   }
   int64_t num_rows() const { return num_rows_; }
@@ -284,7 +284,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   // Cuts sorted parts into requests: rows that lie together are read together.
   void cut(Ticket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
-    const bool scans = ticket.rows == nullptr;
+    const bool scans = ticket.frozen != nullptr;
     const size_t most = scans ? kLargeBytes : kSmallBytes, gap = scans ? kScanGapBytes : kGapBytes;
     while (part != last) {
       const auto slot = static_cast<uint32_t>(*part >> 32);

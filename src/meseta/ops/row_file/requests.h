@@ -35,7 +35,7 @@ struct Segment;
 // Rows that are asked for at once. Whoever waits for it keeps its arrays.
 struct Ticket {
   Client* client = nullptr;
-  std::shared_ptr<Frozen> frozen;  // or none: rows as they are
+  std::shared_ptr<Frozen> frozen;  // whose rows are read in order; or none: rows as they are
   const int64_t* rows = nullptr;   // [count]; null: first, first + 1, ...
   int64_t first = 0;
   int64_t count = 0;

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Int
+from meseta.ops.row_marks.row_set import RowSet
 
 ROWS_PER_WORD = 16
 _EVERY_ROW = 0x55555555
 """The lower bit of each row of a word."""
-_WORDS_AT_ONCE = 1 << 20
+_WORDS_AT_ONCE = 1 << 16
 _LOGGED_WORDS = range(1 << 12, 1 << 17)
 """How many words have a log, with room for as many rows: fewer stay in the processor's cache without one, and more do
 not fit there all at once."""
@@ -60,6 +61,11 @@ class RowMarks:
             part = self.words[first : last + 1]
             part |= words_of(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
 
+    def add_set(self, rows: RowSet, consumer: Consumer) -> None:
+        """Mark rows for one consumer."""
+        for part in rows.parts():
+            self.add(part, consumer)
+
     def add_range(self, first: int, stop: int) -> None:
         """Mark consecutive rows for all."""
         begin, end = num_words(first), stop // ROWS_PER_WORD
@@ -72,13 +78,16 @@ class RowMarks:
 
     def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Those that are marked for one, ascending, int64 on the CPU."""
+        return self.row_set(consumer).rows()
+
+    def row_set(self, consumer: Consumer) -> RowSet:
+        """Return the rows that are marked for one consumer; later marks do not change the set."""
         self._mark_logged()
-        parts = [np.empty(0, np.int64)]
-        for number, words in enumerate(self.words.split(_WORDS_AT_ONCE)):
+        parts = [np.empty(0, np.uint8)]
+        for words in self.words.split(_WORDS_AT_ONCE):
             marked = (words.cpu().numpy().view(np.uint32) >> np.uint32(consumer)) & np.uint32(_EVERY_ROW)
-            bits = np.unpackbits(marked.view(np.uint8), bitorder="little")
-            parts.append((bits.view(bool).nonzero()[0] >> 1) + number * _WORDS_AT_ONCE * ROWS_PER_WORD)
-        return torch.from_numpy(np.concatenate(parts))
+            parts.append(np.packbits(np.unpackbits(marked.view(np.uint8), bitorder="little")[::2], bitorder="little"))
+        return RowSet(self.num_rows, np.concatenate(parts)[: -(-self.num_rows // 8)])
 
     def clear(self, consumer: Consumer) -> None:
         """None is marked for this one."""

@@ -16,18 +16,21 @@ from meseta.planner.cost.placement import Placement, Room
 from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.sizes import compute_bytes, state_bytes_per_row, value_bytes
 from meseta.spec import Plan, Shard, TableSpec, Workload
-from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, WRITES_IN_FLIGHT, block_rows
+from meseta.spec.blocks import BLOCK_BYTES, CHAIN_READERS, ID_BYTES, READERS, WRITES_IN_FLIGHT, block_rows
 from meseta.spec.tiers import (
     DISK,
+    FAR_TIERS,
     HBM,
     HOST,
     INDEX_BYTES,
     MEMORIES,
+    PARTS_AHEAD,
     SLOT_BYTES,
     TIERS,
     Memory,
     StorageOptions,
     held_in,
+    part_rows,
 )
 from meseta.spec.transfer import HANDED_ON, Transfer, step_transfers
 
@@ -56,6 +59,22 @@ Bytes = Mapping[Phase, Mapping[Memory, Floats]]
 PartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
 
 
+ROW_SETS = 3
+"""Sets of rows, one bit a row, that a delta holds: changed rows, those of the save, and what they are counted by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveKind:
+    """Properties of a run's saves that decide what they hold in memory."""
+
+    deltas: bool = False
+    """Whether some checkpoints hold changed rows alone, or rows in codes."""
+    is_far: bool = False
+    """Whether rows of some pieces are copied block by block, as those of 'cached' are."""
+    on_disk: bool = False
+    """Whether rows of some pieces are read from a disk."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunBytes:
     """What a run adds to a plan and a workload; the defaults are those of a workload that no run is known of."""
@@ -75,10 +94,15 @@ class RunBytes:
     """Decoded windows and batches made ahead, in the host's memory of a rank."""
     process_bytes: int = 0
     """What the process takes beside, see PROCESS_BYTES."""
+    deltas: bool = False
+    """Whether checkpoints hold changed rows alone, or rows in codes."""
+    saves_beside: bool = False
+    """Whether checkpoints are written while training goes on, where that takes no copy of a table."""
     copies: bool = False
     """Whether checkpoints are written in the background, from copies that are kept: see `copy_bytes`."""
     storage: StorageOptions | None = None
-    """Room for rows that lie near, where the plan does not say how many do; None: a share of them."""
+    """Room for rows that lie near, where the plan does not say how many do; None: a share of them, and no run whose
+    saves read rows of a disk."""
 
 
 def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
@@ -95,9 +119,9 @@ def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
     return sum(sum(rows_and_state(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
 
-def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int) -> int:
-    """Bytes that a save holds at a time in the memory of a rank's host, at most: blocks that are being written, as they
-    came and as they go to files, and what the rank sends in a round.
+def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int, kind: SaveKind | None = None) -> int:
+    """Bytes that a save or a load holds at a time in the memory of a rank's host, at most: blocks that are being
+    written, as they came and as they go to files, and what the rank sends in a round; or blocks that are being read.
 
     What travels lies first on a device that is not its host, in memory that steps keep reserved.
 
@@ -105,22 +129,44 @@ def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int) -> 
         tables: all tables.
         num_ranks: that write; each has every num_ranks-th block.
         num_joined: blocks that are put together of several pieces of a table, at most.
+        kind: what the save has to hold beside whole blocks of rows in memory.
     """
-    block = ids = rest = num_blocks = 0
+    kind = kind or SaveKind()
+    block = ids = rest = num_blocks = parts = row_sets = 0
     for table in tables:
-        row_bytes = ID_BYTES + table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
+        record_bytes = table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
+        row_bytes = ID_BYTES + record_bytes
         rows = block_rows(row_bytes)
         held = min(rows, table.num_embeddings)
         block, ids = max(block, held * row_bytes), max(ids, held * ID_BYTES)
         num_blocks += math.ceil(table.num_embeddings / rows)
         rest += table.num_embeddings % rows * row_bytes
+        parts = max(parts, _parts_bytes(table.num_embeddings, record_bytes, held * record_bytes))
+        row_sets += ROW_SETS * math.ceil(table.num_embeddings / 8)
     writes = min(WRITES_IN_FLIGHT, math.ceil(num_blocks / num_ranks))
+    reads = min(CHAIN_READERS if kind.deltas else READERS, num_blocks)
     written = writes * (block + FRAME_BYTES + ids) + min(writes, num_joined) * block
-    if num_ranks == 1:
-        return written
-    # A round has one whole block for each rank that writes, and last blocks of tables beside it.
-    more = max(BLOCK_BYTES - block, 0)
-    return written + writes * block + min(writes * more, rest) + block + min(more, rest)
+    if kind.deltas:
+        written += writes * ids + row_sets
+    if kind.on_disk:
+        written += parts
+    elif kind.deltas or kind.is_far:
+        written += (writes + 1) * block  # copies of rows
+    if num_ranks > 1:
+        # A round has one whole block for each rank that writes, and last blocks of tables beside it.
+        more = max(BLOCK_BYTES - block, 0)
+        written += writes * block + min(writes * more, rest) + block + min(more, rest)
+    return max(written, reads * block * (3 if kind.deltas else 1))
+
+
+def _parts_bytes(num_rows: int, record_bytes: int, block_bytes: int) -> int:
+    """Bytes of a file's rows that are in memory while they are read in order, with the lists by which they are found:
+    parts that are taken, of which blocks are being written, and that are read ahead."""
+    rows = min(part_rows(record_bytes), num_rows)
+    part = rows * record_bytes
+    num_parts = PARTS_AHEAD + 1 + math.ceil(WRITES_IN_FLIGHT * block_bytes / max(part, 1))
+    lists = (PARTS_AHEAD + 2) * rows * 2 * ID_BYTES
+    return min(num_parts * part, num_rows * record_bytes) + lists
 
 
 def plan_memory(
@@ -175,12 +221,14 @@ def memory_parts(batch: BatchLoads, run: RunBytes | None = None) -> PartBytes:
     rows, state = (_stored(batch, what) for what in ("row_bytes", "state_bytes"))
     gradients = gradient_bytes(batch.transfers, batch.replicated).sum()
     step, evaluation = _activations(batch, run)
-    saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch))
+    kind = _save_kind(batch, run)
+    saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch), kind)
+    is_beside = run.copies or (run.saves_beside and kind.on_disk)
     copies = _copied(batch) + parameters if run.copies else zeros
 
     def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
         is_start, saves = phase == "start", phase == "checkpoint"
-        trains = phase in ("first step", "steady") or (saves and run.copies)
+        trains = phase in ("first step", "steady") or (saves and is_beside)
         keeps = run.copies and phase in ("steady", "evaluation")
         moving = step if trains else evaluation if phase == "evaluation" else zeros
         device: dict[MemoryPart, Floats] = {
@@ -243,6 +291,11 @@ def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"]) -> dic
         )
         found[place] = batch.placement.by_rank(sharded) + replicated.sum()
     return found
+
+
+def _save_kind(batch: BatchLoads, run: RunBytes) -> SaveKind:
+    tiers = set() if run.storage is None else {TIERS[tier] for tier in np.unique(batch.sharded.tier)}
+    return SaveKind(deltas=run.deltas, is_far=bool(tiers & set(FAR_TIERS)), on_disk=DISK in tiers)
 
 
 def _copied(batch: BatchLoads) -> Floats:
@@ -331,6 +384,9 @@ def fixed_bytes(loads: WorkloadLoads, ranks: int, run: RunBytes) -> tuple[int, i
     if run.num_parts > 1:
         moving += samples * (bags_bytes(loads) + 8 * loads.ids_per_sample.sum())
     moving += ids_bytes(loads) * samples / run.num_parts
-    saving = save_bytes(loads.workload.tables, ranks, WRITES_IN_FLIGHT if ranks > 1 else 0)
+    joined = WRITES_IN_FLIGHT if ranks > 1 else 0
+    may_use_disk = run.storage is not None and run.storage.dir is not None
+    kind = SaveKind(deltas=run.deltas, is_far=may_use_disk, on_disk=may_use_disk)
+    saving = save_bytes(loads.workload.tables, ranks, joined, kind)
     copied = dense.parameter_bytes if run.copies else 0
     return int(moving) + dense_bytes, saving + run.reading_bytes + run.process_bytes + copied

@@ -22,6 +22,7 @@ from meseta.machine.remote import Location
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError, nearest
+from meseta.spec.blocks import BLOCK_BYTES
 from meseta.storage import ROW, as_stored
 from meseta.train.outside.foreign import LAYOUTS, Layout, lower_from_upper, read_tensors, table_target, translate
 from meseta.train.state import check_dense_optimizer, set_dense_part, set_dense_tensors
@@ -183,17 +184,26 @@ def _fill(
         width = next(iter(model.dims.values()))
         values[first] = lower_from_upper(values[first], width, len(model.dims) + 1)
     for name, value in values.items():
-        if not value.isfinite().all():
+        if not all(part.isfinite().all() for part in _parts(value)):
             raise MesetaError(f"import: {name!r} has values that are not finite; train from a whole model")
     tables_by_target = {table_target(shard.spec.name): shard for shard in model.embeddings.shards}
     with torch.no_grad():
         for name, value in values.items():
             if name in tables_by_target:
-                shard = tables_by_target[name]
-                shard.write(0, {ROW: as_stored(value.to(shard.dtype).contiguous()).cpu().numpy()})
+                shard, begin = tables_by_target[name], 0
+                for part in _parts(value):
+                    shard.write(begin, {ROW: as_stored(part.to(shard.dtype).contiguous()).cpu().numpy()})
+                    begin += len(part)
             else:
                 targets[name].copy_(value)
     imported += [Imported(source=n, target=names[n], shape=tuple(t.shape)) for n, t in tensors.items()]
+
+
+def _parts(value: Tensor) -> Sequence[Tensor]:
+    """Rows of a tensor, as many at a time as a block has: a table stays in its file."""
+    if value.dim() == 0 or not len(value):
+        return [value]
+    return value.split(max(BLOCK_BYTES // max(value[0].nbytes, 1), 1))
 
 
 def _targets(model: Any) -> dict[str, Tensor]:

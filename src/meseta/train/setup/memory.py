@@ -89,8 +89,17 @@ class RunMemory:
 
 def copies_of_run(config: CheckpointConfig) -> bool:
     """Whether a run is certain to save in the background: 'auto' does so only where memory is free."""
-    is_on_the_way = config.every_steps or config.every_minutes or config.keep_best
-    return config.background == "always" and bool(is_on_the_way)
+    return config.background == "always" and saves_on_the_way(config)
+
+
+def _has_deltas(config: CheckpointConfig) -> bool:
+    """Whether checkpoints hold changed rows alone, or rows in codes."""
+    return config.deltas != "none" or config.bits != "exact" or bool(config.tables)
+
+
+def saves_on_the_way(config: CheckpointConfig) -> bool:
+    """Whether a run saves before its end."""
+    return bool(config.every_steps or config.every_minutes or config.keep_best)
 
 
 def run_bytes(
@@ -117,6 +126,8 @@ def run_bytes(
         num_parts=train.accumulate_steps,
         reading_bytes=int(ahead * sample_bytes),
         process_bytes=PROCESS_BYTES,
+        deltas=_has_deltas(config.checkpoint),
+        saves_beside=config.checkpoint.background != "never" and saves_on_the_way(config.checkpoint),
         copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
         storage=config.storage.options,
     )

@@ -1,0 +1,65 @@
+"""Peak anonymous memory of a process by phase, sampled from outside of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from record import ROOT
+
+PHASE_BYTES = 64
+INTERVAL_S = 0.003
+
+
+class PhaseFile:
+    """Name of the phase that a process is in, in memory that its observer shares."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(b"start".ljust(PHASE_BYTES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), PHASE_BYTES)
+
+    @property
+    def phase(self) -> str:
+        return bytes(self._memory).decode().strip()
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._memory[:] = name.encode().ljust(PHASE_BYTES)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of /proc/PID/status; 0 after the process has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0)
+
+
+def peaks_of(arguments: Sequence[object], folder: Path, group: Path | None = None) -> tuple[int, dict[str, int], str]:
+    """Run Python with `arguments`, in a control group if one is given; its phases are in `folder/phase`.
+
+    Returns the exit code, the peak of each phase in bytes, and the end of the output.
+    """
+    (folder / "phase").unlink(missing_ok=True)
+    phases, log = PhaseFile(folder / "phase"), folder / "log"
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
+    enter = "import os, sys; group = sys.argv[1]; group and open(group, 'w').write(str(os.getpid()));"
+    become = "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+    command = [sys.executable, "-c", enter + become, "" if group is None else group / "cgroup.procs", *arguments]
+    peaks: dict[str, int] = {}
+    with log.open("w") as output:
+        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            phase, held = phases.phase, anonymous_bytes(process.pid)
+            peaks[phase] = max(peaks.get(phase, 0), held)
+            time.sleep(INTERVAL_S)
+    return process.returncode, peaks, log.read_text()[-2000:]
