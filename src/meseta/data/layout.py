@@ -12,6 +12,18 @@ MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
 
 
+MAX_DELIMITER = 8
+"""Most characters of a delimiter."""
+
+
+def delimiter_problem(delimiter: str) -> str | None:
+    """Return the rule that a delimiter breaks, or `None`."""
+    is_text = not any("\ud800" <= sign <= "\udfff" for sign in delimiter)
+    if 0 < len(delimiter) <= MAX_DELIMITER and not set(delimiter) & set('"\r\n') and is_text:
+        return None
+    return f"must be 1 to {MAX_DELIMITER} characters, and no quote or line end among them"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketRule:
     """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""
@@ -109,6 +121,8 @@ class RawLayout:
     """Of the first CSV file, for the schema that is printed."""
     header: tuple[str, ...] = field(default=(), compare=False)
     """Names of the columns of text that has no header, for that schema as well."""
+    encoding: str | None = field(default=None, compare=False)
+    """Encoding of the text; `None`: its bytes are taken as they are, as former versions did."""
 
     @property
     def plain_labels(self) -> list[str]:
