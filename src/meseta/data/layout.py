@@ -12,18 +12,6 @@ MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
 
 
-MAX_DELIMITER = 8
-"""Most characters of a delimiter."""
-
-
-def delimiter_problem(delimiter: str) -> str | None:
-    """Return the rule that a delimiter breaks, or `None`."""
-    is_text = not any("\ud800" <= sign <= "\udfff" for sign in delimiter)
-    if 0 < len(delimiter) <= MAX_DELIMITER and not set(delimiter) & set('"\r\n') and is_text:
-        return None
-    return f"must be 1 to {MAX_DELIMITER} characters, and no quote or line end among them"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BucketRule:
     """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""

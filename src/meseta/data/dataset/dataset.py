@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from meseta.data.layout import delimiter_problem
+from meseta.data.delimiter import delimiter_problem
 from meseta.errors import doubled, reading_error, shown
 from meseta.machine.files import check_readable, first_alike, inner_fault, inside, json_text, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest

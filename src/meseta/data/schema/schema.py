@@ -13,14 +13,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from meseta.data.delimiter import MAX_DELIMITER, delimiter_problem
 from meseta.data.layout import (
     MAX_BUCKETS,
-    MAX_DELIMITER,
     NO_CATEGORY,
     BucketRule,
     RawLayout,
     SparseColumn,
-    delimiter_problem,
 )
 from meseta.data.schema.labels import resolve_labels
 from meseta.errors import doubled
