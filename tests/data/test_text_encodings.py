@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bad_input.commands import run_here
 from data.click_log import make_lines
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import encodings as encodings_module
@@ -24,6 +25,7 @@ from meseta.data.prepare.like import LikeOptions, prepare_like
 from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 from sampling import product, sample
+from small_run import settings, train
 
 CITIES = ("Köln", "León", "Ávila", "Paris", "naïve, quoted", "Москва", "東京", "€uro", "")
 
@@ -243,3 +245,19 @@ def test_former_datasets_keep_raw_bytes(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     prepare_like(LikeOptions(sources=[f"{tmp_path}/bad.csv"], out=tmp_path / "new", like=earlier.dir))
     assert parts(tmp_path / "new") != {}
+
+
+def test_predictions_of_new_rows_take_an_encoding(tmp_path: Path) -> None:
+    text = csv_text("cp1252")
+    data = run(tmp_path, "log.csv", text.encode("cp1252"), encoding="cp1252").dir
+    train(settings(data, tmp_path / "run", train__max_steps=2))
+    (tmp_path / "utf8.csv").write_bytes(text.encode())
+    predicted = []
+    for name, options in (("log.csv", ()), ("utf8.csv", ("--encoding", "utf-8"))):
+        out = tmp_path / f"{name}.predicted.csv"
+        ended = run_here("predict", tmp_path / "run", "--data", tmp_path / name, "--out", out, *options)
+        assert ended.code == 0, ended.err
+        predicted.append(out.read_bytes())
+    assert predicted[0] == predicted[1]
+    ended = run_here("predict", tmp_path / "run", "--out", tmp_path / "none.csv", "--encoding", "cp1252")
+    assert ended.errors == ["error: predict: --encoding is for raw files, which --data names; leave it out"]
