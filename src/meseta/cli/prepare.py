@@ -179,8 +179,7 @@ def prepare(
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
     if like is not None:
         _refuse_beside_like(locals())
-        chosen = {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)}
-        _prepare_like(sources, out, like, force, chosen)
+        _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
     from meseta.data.prepare.options import PrepareOptions
 
@@ -207,10 +206,7 @@ def prepare(
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
     )
-    if print_schema:
-        _print_schema(options)
-    else:
-        run(options)
+    (_print_schema if print_schema else run)(options)
 
 
 def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:

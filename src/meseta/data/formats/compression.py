@@ -137,6 +137,7 @@ def check_content(path: str, head: bytes) -> None:
     raise MesetaError(f"{where} is a tar archive, which is not read; {_UNPACK}")
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
 class _Decompressor(Protocol):
     """What the decompressors of bz2 and lzma share."""
 

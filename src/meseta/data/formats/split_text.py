@@ -23,7 +23,7 @@ from meseta.data.raw_rows import RawRows
 class SplitText(Csv):
     """Each line is split at its delimiter; blocks are converted to CSV when they are parsed."""
 
-    name = "split"
+    name = "delimited"
     title = "text with a delimiter of several characters"
     endless_cause = "does it have lines?"
 
