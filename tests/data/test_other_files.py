@@ -191,6 +191,21 @@ def test_archives_of_no_single_plain_file_are_named(tmp_path: Path) -> None:
     assert "is a zip archive of many files" in refused(tmp_path, "many.zip", many.getvalue())
 
 
+@pytest.mark.parametrize("kind", ["bz2", "xz", "zstd", "zip", "zip, stored"])
+def test_large_files_are_read_whole(tmp_path: Path, kind: str) -> None:
+    """Of which more than one block is stored, since they hardly shrink."""
+    data = b"label,a\n1," + random.Random(0).randbytes(5 << 20).hex().encode() + b"\n0,x\n"
+    path = tmp_path / "log"
+    path.write_bytes(COMPRESSIONS[kind][1](data))
+    with path.open("rb") as stored:
+        stream = compression.decompress(str(path), stored).stream
+        assert b"".join(iter(lambda: stream.read(8 << 20), b"")) == data
+        stream.seek(len(data) - 4)
+        assert stream.read(9) == data[-4:]
+        stream.seek(0)
+        assert stream.readline() == b"label,a\n"
+
+
 def test_decoders_have_a_limit_of_memory(tmp_path: Path) -> None:
     """The limits are those of the headers: neither decoder takes the memory first."""
     data = csv_bytes(make_rows())

@@ -230,14 +230,18 @@ class _KeptOpen(io.RawIOBase):
         return self._file.tell()
 
 
-class _BoundedReads(_KeptOpen):
+class _ZipFile(_KeptOpen):
     """A zip archive whose directory is refused before it fills the memory."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         super().__init__(file)
         self._path = path
+        self.has_directory = False
+        """Whether the directory has been read; then reads are those of the member, whose size the caller limits."""
 
     def read(self, size: int = -1) -> bytes:
+        if self.has_directory:
+            return self._file.read(size)
         data = self._file.read(_MAX_ZIP_DIRECTORY_BYTES + 1 if size < 0 else min(size, _MAX_ZIP_DIRECTORY_BYTES + 1))
         if len(data) > _MAX_ZIP_DIRECTORY_BYTES:
             raise MesetaError(f"source {self._path!r} is a zip archive of many files; {_UNPACK}")
@@ -289,7 +293,9 @@ def restarting(start: Callable[[], Callable[[int], bytes]]) -> ByteLines:
 def _unzip(path: str, stored: IO[bytes]) -> Decompressed:
     where = f"source {path!r}"
     try:
-        archive = zipfile.ZipFile(_BoundedReads(stored, path))
+        file = _ZipFile(stored, path)
+        archive = zipfile.ZipFile(file)
+        file.has_directory = True
         # macOS adds a folder of metadata.
         members = [m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")]
         if len(members) != 1:
