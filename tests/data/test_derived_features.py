@@ -193,8 +193,8 @@ def test_the_schema_that_is_printed_holds_all(tmp_path: Path) -> None:
             "multi_valued: {genres: ':'}\nweights: {genres: ':'}",
             "must be one character, no quote, line end or sign of weights",
         ),
-        ("delimiter: ';;'", "key 'delimiter': string should have at most 1 char"),
-        ("delimiter: '\"'", "key 'delimiter': '\"' must be an ASCII character"),
+        ("delimiter: ';;;;;;;;;'", "key 'delimiter': string should have at most 8 char"),
+        ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters, and no quote"),
     ],
 )
 def test_bad_schemas_are_named(tmp_path: Path, text: str, message: str) -> None:

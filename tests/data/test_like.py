@@ -240,7 +240,7 @@ def test_a_description_that_does_not_hold_together(tmp_path: Path) -> None:
         "source_form tells of another": lambda d: d["source_form"].update(group="city"),
         "which are no columns of these labels": lambda d: d["source_form"].update(labels=["a", "b"]),
         "'shop' is used twice": lambda d: (d.update(label_source=None), d["source_form"].update(labels=["shop"])),
-        "must be an ASCII character": lambda d: d["source_form"].update(delimiter="\n"),
+        "must be 1 to 8 characters": lambda d: d["source_form"].update(delimiter="\n"),
         "must have 4 rows": lambda d: feature(d, "city").update(num_embeddings=4),
         "cannot be read": lambda d: feature(d, "city").update(vocabulary="vocabulary/none.parquet"),
         "is not the one that the ids": lambda d: feature(d, "city").update(vocabulary_digest="0" * 64),

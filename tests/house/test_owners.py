@@ -18,6 +18,8 @@ PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
 PIPES = ("measure/contest/team.py", "measure/contest/worker.py", "measure/doctor/probe.py")
 """Talk with processes that they started, a line of JSON at a time."""
+ROWS = "data/formats/json_records.py"
+"""Decodes rows of JSON lines, whose numbers stay as they are spelled."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"machine/files.py"}),
     "locks": ({"fcntl.flock", "fcntl.lockf"}, {"machine/locks.py"}),
@@ -29,7 +31,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "opening Parquet files": ({"pq.ParquetFile"}, {"data/dataset/part_files.py", "data/formats/parquet_files.py"}),
     "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
     "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"machine/yaml_text.py"}),
-    "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", *PIPES}),
+    "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", ROWS, *PIPES}),
 }  # fmt: skip
 
 

@@ -48,7 +48,10 @@ def test_zipped_sources_come_in_order_alone(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / f"raw/{number}.tsv.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     whole, recipe = both(tmp_path, sources=[f"{tmp_path}/raw/*"], hash_rows=300)
     plain, shuffled = (ReaderOptions(batch_size=21, window_rows=70, shuffle=shuffle) for shuffle in (False, True))
-    message = r"0.tsv.gz' is zipped, so its rows can be read in order alone, and not shuffled: unzip it and make"
+    message = (
+        r"0.tsv.gz' is compressed, or not in UTF-8, so its rows can be read in order alone, and not shuffled: "
+        r"convert it and make"
+    )
     with running({"log": recipe.dir}, 2) as tier:
         assert served(tier, "train", plain) == local(whole, "train", plain) == local(recipe, "train", plain)
         with pytest.raises(MesetaError, match=message):

@@ -49,6 +49,9 @@ def predict(
             "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
         ),
     ] = "",
+    encoding: Annotated[
+        str | None, typer.Option(help="Of text in raw files.", show_default="that of the earlier files")
+    ] = None,
     best: Annotated[
         bool,
         typer.Option(
@@ -71,8 +74,10 @@ def predict(
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
 
+    options: dict[str, Any] = {"best": best, "storage_dir": storage_dir}
+    options |= {} if encoding is None else {"encoding": encoding}
     try:
-        _predict(run_dir, out, split, data, names, chosen, best=best, storage_dir=storage_dir)
+        _predict(run_dir, out, split, data, names, chosen, **options)
     except MesetaError as error:
         raise chosen.explained(error) from None
 
@@ -92,6 +97,8 @@ def _predict(
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
         _predict_rows(run_dir, out, data, names, columns, **options)
         return
+    if "encoding" in options:
+        raise MesetaError("predict: --encoding is for raw files, which --data names; leave it out")
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 

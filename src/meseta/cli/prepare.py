@@ -95,6 +95,12 @@ TimeColumn = Annotated[
 SchemaFile = Annotated[
     Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS)
 ]
+TextEncoding = Annotated[
+    str | None,
+    typer.Option(
+        "--encoding", help="Of text, such as cp1252.", show_default="UTF-8, or UTF-16", rich_help_panel=_COLUMNS
+    ),
+]
 _PrintSchema = Annotated[
     bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS)
 ]
@@ -103,7 +109,7 @@ _Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Files, URLs or patterns: CSV, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
+        help="Files, URLs or patterns: CSV and other text, JSON lines, libsvm, libffm or Criteo TSV, or Parquet.",
     ),
 ]
 _BAD = "Rows that cannot be parsed"
@@ -138,7 +144,7 @@ _RecipeOnly = Annotated[
         "--recipe-only", help="Write no rows: they are made from the sources, by a recipe, each time they are read."
     ),
 ]
-_OF_LIKE = {"sources", "out", "like", "force", "bad_rows", "max_bad_rows"}
+_OF_LIKE = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows"}
 """Options that have a meaning beside --like."""
 
 
@@ -163,6 +169,7 @@ def prepare(
     ignore: Ignore = None,
     time_column: TimeColumn = None,
     schema: SchemaFile = None,
+    encoding: TextEncoding = None,
     print_schema: _PrintSchema = False,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
@@ -172,7 +179,7 @@ def prepare(
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
     if like is not None:
         _refuse_beside_like(locals())
-        _prepare_like(sources, out, like, force, bad_row_options(bad_rows, max_bad_rows))
+        _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
     from meseta.data.prepare.options import PrepareOptions
 
@@ -194,14 +201,12 @@ def prepare(
         min_count=min_count,
         **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
         schema=schema,
+        encoding=encoding,
         recipe_only=recipe_only,
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
     )
-    if print_schema:
-        _print_schema(options)
-    else:
-        run(options)
+    (_print_schema if print_schema else run)(options)
 
 
 def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:
@@ -213,10 +218,10 @@ def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:
         raise MesetaError(f"prepare: {options} and --like exclude each other: the rows become what they are there")
 
 
-def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, bad_rows: dict[str, Any]) -> None:
+def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen: dict[str, Any]) -> None:
     from meseta.data.prepare.like import LikeOptions, prepare_like
 
-    options = LikeOptions(sources=sources, out=out, like=like, force=force, **bad_rows)
+    options = LikeOptions(sources=sources, out=out, like=like, force=force, **chosen)
     start_s = time.perf_counter()
     with progress_bar() as progress:
         dataset, unseen = prepare_like(options, partial(progress, "read"))

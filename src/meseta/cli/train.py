@@ -26,6 +26,7 @@ from meseta.cli.prepare import (
     TestAfter,
     TestFiles,
     TestFraction,
+    TextEncoding,
     TimeColumn,
     ValidAfter,
     ValidFiles,
@@ -103,6 +104,7 @@ def train(
     ignore: Ignore = None,
     time_column: TimeColumn = None,
     schema: SchemaFile = None,
+    encoding: TextEncoding = None,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
     nproc: _Nproc = 1,
@@ -131,6 +133,7 @@ def train(
         split_by=split_by,
         **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
         schema=schema,
+        encoding=encoding,
         **bad_row_options(bad_rows, max_bad_rows),
     )
     _choose_folders(document, data or [], said)

@@ -109,6 +109,8 @@ class RawLayout:
     """Of the first CSV file, for the schema that is printed."""
     header: tuple[str, ...] = field(default=(), compare=False)
     """Names of the columns of text that has no header, for that schema as well."""
+    encoding: str | None = field(default=None, compare=False)
+    """Encoding of the text; `None`: its bytes are taken as they are, as former versions did."""
 
     @property
     def plain_labels(self) -> list[str]:

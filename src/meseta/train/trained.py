@@ -80,10 +80,11 @@ def open_for_rows(
     keys: Sequence[str] = (),
     best: bool = False,
     storage_dir: Path | None = None,
+    encoding: str | None = None,
 ) -> Iterator[Trained[NewBatches]]:
     """`load_for_rows` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best, storage_dir=storage_dir)
+        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best, storage_dir=storage_dir, encoding=encoding)
 
 
 def load_trained(
@@ -132,9 +133,10 @@ def load_for_rows(
     keys: Sequence[str] = (),
     best: bool = False,
     storage_dir: Path | None = None,
+    encoding: str | None = None,
 ) -> Trained[NewBatches]:
     """The same model, and the rows of raw files, which are encoded as those that it was trained on; `keys`: columns of
-    these files to hand through, for rank 0.
+    these files to hand through, for rank 0; `encoding`: of text, if not that of the earlier files.
 
     Raises MesetaError, on all ranks, where there is no run or checkpoint, where nothing was kept of how its data were
     encoded, and as NewRows does.
@@ -145,7 +147,7 @@ def load_for_rows(
     check_encoding(run, path, earlier.with_labels(config.data.labels), world, "it cannot be told how to read new rows")
     rows, problem = None, None
     try:
-        rows = NewRows(earlier, patterns, keys=keys if world.rank == 0 else ())
+        rows = NewRows(earlier, patterns, keys=keys if world.rank == 0 else (), encoding=encoding)
     except MesetaError as error:
         problem = error
     world.raise_together(problem)

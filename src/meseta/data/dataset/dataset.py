@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from meseta.data.delimiter import delimiter_problem
 from meseta.errors import doubled, reading_error, shown
 from meseta.machine.files import check_readable, first_alike, inner_fault, inside, json_text, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
@@ -166,6 +167,19 @@ def _check_kind(kind: object) -> object:
     return kind
 
 
+def _check_codec(name: str) -> str:
+    from meseta.data.formats.encodings import check_encoding  # above this module
+
+    return check_encoding(name)
+
+
+def _check_delimiter(text: str) -> str:
+    if problem := delimiter_problem(text):
+        raise ValueError(f"{shown(text)} {problem}")
+    return text
+
+
+Delimiter = Annotated[str, AfterValidator(_check_delimiter)]
 Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_sign)]
 ColumnName = Annotated[str, Field(min_length=1)]
 
@@ -214,10 +228,12 @@ class SourceForm(Record):
     """How the labels that are not columns of labels are made."""
     group: ColumnName | None = None
     """Column of the groups, whatever the dataset calls it."""
-    delimiter: Sign = ","
+    delimiter: Delimiter = ","
     """CSV: the delimiter of the fields."""
     header: tuple[str, ...] = ()
     """CSV: names of all columns, where files do not begin with them."""
+    encoding: Annotated[str, AfterValidator(_check_codec)] | None = None
+    """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
     separators: dict[str, Sign] = {}
     """CSV: feature -> the separator of its values."""
     weights: dict[str, ColumnName] = {}

@@ -86,6 +86,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
         group=layout.group,
         delimiter=layout.delimiter,
         header=layout.header if raw_format.is_delimited else (),
+        encoding=layout.encoding,
         separators={column.name: column.separator for column in layout.sparse if column.separator is not None},
         weights={name: sign for name, sign in weights.items() if sign is not None},
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.data.formats.compression import ByteLines
 from meseta.data.formats.csv_records import (
     count_records,
     cut_records,
@@ -20,10 +22,10 @@ from meseta.data.formats.csv_records import (
     read_header,
     record_ends,
 )
+from meseta.data.formats.delimiters import find_delimiter, is_typed_header, typed_guesses, without_types
 from meseta.data.formats.format import (
     AskedColumns,
     Block,
-    ByteLines,
     FileHead,
     Source,
     TextForm,
@@ -31,13 +33,13 @@ from meseta.data.formats.format import (
     open_text,
 )
 from meseta.data.formats.parse_csv import parse_csv, read_texts
-from meseta.data.formats.sample import NUM_PIECES, SMALL_BYTES, rows_per_file, spread
+from meseta.data.formats.sample import MAX_SAMPLE_BYTES, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
 from meseta.data.formats.text import BLOCK_BYTES, TextFormat, line_ends, raw_text
-from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of
+from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
 from meseta.data.formats.tsv import FIELDS_OF_CRITEO
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
-from meseta.data.schema.guess import MISSING, is_header
+from meseta.data.schema.guess import MISSING, Guess, is_header
 from meseta.data.schema.labels import with_signed_labels
 from meseta.data.schema.schema import check_names
 from meseta.machine.remote import is_url
@@ -48,7 +50,7 @@ MAX_LINES = 1000
 _HEADER_ROWS = 100
 """Rows beside which the first line is judged."""
 _DELIMITERS = (",", "\t", ";", "|")
-_TSV_NAMES = (".tsv", ".tsv.gz", ".tab", ".tab.gz")
+_TSV_NAMES = (".tsv", ".tab")
 
 
 class Csv(TextFormat):
@@ -60,24 +62,32 @@ class Csv(TextFormat):
     endless_cause = "is a quote not closed?"
 
     def tell(self, head: FileHead) -> TextForm | None:
-        """With the delimiter as given, else the most frequent one of the first line."""
+        """With the delimiter as given, else the most frequent one of the first line, or that of all first lines."""
         if head.delimiter is not None:
-            return TextForm(head.delimiter, head.header)
+            return self.form(head, head.delimiter)
         if head.is_said_to_be_csv:
             first = re.sub(rb'"[^"]*"', b"", head.text).partition(b"\n")[0]
             delimiter = max(_DELIMITERS, key=lambda sign: first.count(sign.encode()))  # the first of equals
-            return TextForm(delimiter, head.header)
+            return self.form(head, delimiter)
         if head.is_named(_TSV_NAMES):
             fields = head.text.partition(b"\n")[0].rstrip(b"\r").decode(errors="replace").split("\t")
             if len(fields) > 1 and (is_header(fields) or len(fields) not in FIELDS_OF_CRITEO):
-                return TextForm("\t")
-        return None
+                return self.form(head, "\t")
+            return None
+        found = find_delimiter(head.text)
+        return None if found is None else self.form(head, found)
+
+    def form(self, head: FileHead, delimiter: str) -> TextForm:
+        """How the file writes its columns with this delimiter: whether its header has types."""
+        first = head.text.removeprefix(BOM_UTF8).partition(b"\n")[0].rstrip(b"\r").decode(errors="replace")
+        is_typed = not head.header and is_typed_header(first.split(delimiter))
+        return TextForm(delimiter, head.header, is_typed)
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Those given, else the fields of its first record."""
         if source.header:
             return source.header
-        with named_errors(source.path), open_text(source.path) as (stream, _):
+        with named_errors(source.path), open_text(source) as (stream, _):
             return self.read_header(source, stream.readline)[0]
 
     def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
@@ -96,7 +106,9 @@ class Csv(TextFormat):
             sample = self._sample(sources, layout.plain_labels)
         else:
             sample = self._sample(sources, names)
-            layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header)
+            known, lists = self._typed(source, sample)
+            layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header, known=known)
+            layout = with_lists(layout, dict.fromkeys(lists, " "))
             check_names(where, layout.columns, names)
         layout = with_signed_labels(layout, sample)
         columns = layout.columns
@@ -104,27 +116,33 @@ class Csv(TextFormat):
         ignored = tuple(name for name in names if name not in used)
         for later in sources[1:]:
             check_names(f"source {str(later.path)!r}", columns, self.columns(later))
-        return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
+        return replace(
+            layout, ignored=ignored, delimiter=source.delimiter, header=source.header, encoding=source.encoding
+        )
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         """As described by `RawFormat.parse`."""
-        return parse_csv(block, raw_text(block), layout)
+        return self.check_text(block, parse_csv(block, raw_text(block), layout), layout)
 
     def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
         """Columns of files that begin with a row are called column_1, column_2 and so on."""
         first = sources[0]
         if first.header:
             return tuple(sources)
-        with named_errors(first.path), open_text(first.path) as (stream, _):
+        with named_errors(first.path), open_text(first) as (stream, _):
             record = self.read_header(first, stream.readline)[0]
-            rows = _records(first, _lines(stream, None), _HEADER_ROWS)
+            rows = self.records(first, _lines(stream, MAX_SAMPLE_BYTES), _HEADER_ROWS)
         if is_header(record, rows):
             return tuple(sources)
         header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
         return tuple(replace(source, header=header) for source in sources)
 
     def with_names_of(self, source: Source, layout: RawLayout) -> Source:
-        """One that does not begin with names has those of all columns, or of all but the labels."""
+        """One that does not begin with names has those of all columns, or of all but the labels.
+
+        Former datasets have the names of a typed header with the types."""
+        if source.is_typed and not set(layout.feature_columns) <= set(self.columns(source)):
+            source = replace(source, is_typed=False)
         if not layout.header:
             return source
         first = self.columns(source)
@@ -160,9 +178,13 @@ class Csv(TextFormat):
             return source.header, b""
         raw = read_header(read_line)
         try:
-            return tuple(header_names(raw, source.delimiter)), raw
+            names = tuple(header_names(raw, source.delimiter))
+            return without_types(names) if source.is_typed else names, raw
         except (ValueError, csv.Error) as error:
-            raise MesetaError(f"source {source.path!r}, line 1: the header is not UTF-8 CSV ({error})") from None
+            advice = "; name the encoding of the file with --encoding" if isinstance(error, UnicodeError) else ""
+            raise MesetaError(
+                f"source {source.path!r}, line 1: the header is not UTF-8 CSV ({error}){advice}"
+            ) from None
 
     def num_rows(self, raw: bytes) -> int:
         """Records."""
@@ -201,58 +223,63 @@ class Csv(TextFormat):
             at = last + 1
         return record_ends
 
+    def _typed(self, source: Source, sample: Mapping[str, Sequence[str]]) -> tuple[Mapping[str, Guess], Sequence[str]]:
+        """Roles that a typed header gives, and columns of lists."""
+        if not source.is_typed:
+            return {}, ()
+        return typed_guesses(self.columns(replace(source, is_typed=False)), sample)
+
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
         """Column -> its fields in the sampled rows of files that have it, in the order of the rows; `names` are those
         of the first file. Raises MesetaError for a damaged file."""
         chosen = spread(sources)
         columns: dict[str, list[str]] = {name: [] for name in names}
         for source in chosen:
-            header, rows = self._sampled_rows(source, rows_per_file(len(names), len(chosen)))
+            header, rows = self._sampled_rows(source, rows_per_file(len(names), len(chosen)), len(chosen))
             places = {name: place for place, name in reversed(list(enumerate(header)))}
             for name, values in columns.items():
                 place = places.get(name)
                 values.extend([] if place is None else [row[place] for row in rows if place < len(row)])
         return columns
 
-    def _sampled_rows(self, source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
+    def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
         """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its
         beginning."""
-        with named_errors(source.path), open_text(source.path) as (stream, stored):
+        with named_errors(source.path), open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)
             begin, size = len(raw_header), source.size_bytes
+            num_bytes = MAX_SAMPLE_BYTES // num_files
             if stream is not stored or is_url(source.path) or size <= SMALL_BYTES:
-                return header, _records(source, _lines(stream, None), num_rows)
+                return header, self.records(source, _lines(stream, num_bytes), num_rows)
             sampled: list[list[str]] = []
-            starts = [begin + place * (size - begin) // NUM_PIECES for place in range(NUM_PIECES)]
-            for start, stop in itertools.pairwise([*starts, size]):
-                stream.seek(start)
-                if start > begin:
-                    stream.seek(start - 1)
-                    stream.readline(BLOCK_BYTES)
+            for is_first, stop in go_to_pieces(stream, begin, size):
                 try:
-                    rows = _records(source, _lines(stream, stop), -(-num_rows // NUM_PIECES))
+                    rows = self.records(
+                        source, _lines(stream, num_bytes // NUM_PIECES, stop), -(-num_rows // NUM_PIECES)
+                    )
                 except MesetaError:
-                    if start == begin:
+                    if is_first:
                         raise
                     continue
                 # A piece that begins within a quoted field is cut wrongly.
-                if start == begin or all(len(row) == len(header) for row in rows):
+                if is_first or all(len(row) == len(header) for row in rows):
                     sampled += rows
             return header, sampled
 
+    def records(self, source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
+        """Fields of up to `num_rows` records. Raises MesetaError for a field that is no CSV."""
+        try:
+            return list(itertools.islice(csv.reader(lines, delimiter=source.delimiter), num_rows))
+        except csv.Error as error:
+            raise MesetaError(
+                f"source {source.path!r}: a field among the sampled rows is no CSV ({error}); is a quote not closed?"
+            ) from None
 
-def _lines(stream: ByteLines, stop: int | None) -> Iterator[str]:
-    """Lines that begin before `stop`."""
+
+def _lines(stream: ByteLines, num_bytes: int, stop: int | None = None) -> Iterator[str]:
+    """Lines that begin before `stop`, and in the next `num_bytes`."""
     place = 0 if stop is None else stream.tell()
-    while (stop is None or place < stop) and (line := stream.readline(BLOCK_BYTES)):
+    last = place + num_bytes if stop is None else min(stop, place + num_bytes)
+    while place < last and (line := stream.readline(BLOCK_BYTES)):
         place += len(line)
         yield line.decode(errors="replace")
-
-
-def _records(source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
-    try:
-        return list(itertools.islice(csv.reader(lines, delimiter=source.delimiter), num_rows))
-    except csv.Error as error:
-        raise MesetaError(
-            f"source {source.path!r}: a field among the sampled rows is no CSV ({error}); is a quote not closed?"
-        ) from None

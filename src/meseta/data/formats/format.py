@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SourceSplit
+from meseta.data.formats.compression import DAMAGED, ByteLines, check_content, decompress, without_ending
+from meseta.data.formats.encodings import UTF_8, as_utf8, encoding_by_mark
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.roles import NamedColumns
@@ -51,6 +52,10 @@ class Source:
     """What separates the fields of a line, where the format leaves that open."""
     header: tuple[str, ...] = ()
     """Names of the columns of text that could begin with them and does not."""
+    is_typed: bool = False
+    """Whether the names in its header have types, as `user_id:token`, which are no part of them."""
+    encoding: str = UTF_8
+    """Of its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +124,48 @@ class FileHead:
     """That of its fields, where the options give one."""
     header: tuple[str, ...] = ()
     """Names of its columns, where the options give them."""
+    given_encoding: str | None = None
+    """That of its text, if the options give one."""
 
     @cached_property
     def text(self) -> bytes:
-        """The first 64 KiB, unzipped. Raises MesetaError for a damaged file."""
-        with named_errors(self.path), open_text(self.path) as (stream, _):
-            return stream.read(HEAD_BYTES)
+        """The first 64 KiB, decompressed, in UTF-8. Raises MesetaError for a damaged file."""
+        return self._content[0]
+
+    @property
+    def encoding(self) -> str:
+        """That of its text: as the options say, else by its byte order mark."""
+        return self._content[2]
+
+    @cached_property
+    def _content(self) -> tuple[bytes, str, str]:
+        """The text, the name of the file in a zip archive, and the encoding."""
+        with named_errors(self.path), open_file(self.path) as stored:
+            stream, member = decompress(self.path, stored)
+            head = stream.read(HEAD_BYTES)
+            encoding = self.given_encoding or encoding_by_mark(head)
+            return as_utf8(io.BytesIO(head), encoding).read(HEAD_BYTES), member, encoding
 
     def is_named(self, endings: tuple[str, ...]) -> bool:
-        """Whether the name of the file has one of these endings, in capital letters or small."""
-        return self.path.lower().endswith(endings)
+        """Whether the name of the file, or of that in a zip archive, ends so before .gz and the like, in any case."""
+        names = (without_ending(self.path), self._content[1])
+        return any(name.lower().endswith(endings) for name in names)
 
     @property
     def is_said_to_be_csv(self) -> bool:
         """Whether the options or the name of the file leave no other text."""
-        return self.delimiter is not None or bool(self.header) or self.is_named((".csv", ".csv.gz"))
+        return self.delimiter is not None or bool(self.header) or self.is_named((".csv",))
+
+    def check_text(self) -> None:
+        """Raise MesetaError if the content is not text of lines: an archive, or lines that end in CR alone."""
+        if not self.text:
+            raise MesetaError(f"source {self.path!r} holds no rows; leave it out, or fetch it again")
+        check_content(self.path, self.text)
+        if b"\n" not in self.text and self.text.rstrip(b"\r").count(b"\r"):
+            raise MesetaError(
+                f"source {self.path!r} has lines that end in CR alone, as old Macs wrote them; convert them, as by "
+                "tr '\\r' '\\n'"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,6 +175,8 @@ class TextForm:
     delimiter: str = ","
     header: tuple[str, ...] = ()
     """As `Source.header`."""
+    is_typed: bool = False
+    """As `Source.is_typed`."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +199,18 @@ class RawFormat(ABC):
     """For people."""
     is_delimited: ClassVar[bool] = False
     """Whether its files choose a delimiter, may leave names out, and write several values into one field."""
+    is_text: ClassVar[bool] = False
+    """Whether its files have an encoding."""
     has_columns: ClassVar[bool] = True
     """Whether values stand in named columns, so that another format with such columns may hold the same rows."""
 
     @abstractmethod
     def tell(self, head: FileHead) -> TextForm | None:
         """How the file writes its columns, or None where it is of another format."""
+
+    def check_content(self, head: FileHead) -> None:
+        """Raise MesetaError for a file of this format by its name, or for want of another, that cannot be read."""
+        return
 
     @abstractmethod
     def columns(self, source: Source) -> tuple[str, ...]:
@@ -255,41 +295,23 @@ def read_blocks(source: Source, columns: Sequence[str], start: FilePosition | No
         yield from source.format.blocks(source, columns, start or FilePosition())
 
 
-@runtime_checkable  # beartype asks for it where the tests check every call
-class ByteLines(Protocol):
-    """What is read of a file of text, zipped or not."""
-
-    def read(self, size: int = -1, /) -> bytes:
-        """So many bytes, or all that are left."""
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """A line with its end, or so many bytes of it; empty at the end."""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to a place."""
-
-    def tell(self) -> int:
-        """Where it stands."""
-
-
 @contextmanager
-def open_text(path: str) -> Iterator[tuple[ByteLines, IO[bytes]]]:
-    """The text of a file, unzipped where it begins as gzip does, and the stored file under it."""
-    with open_file(path) as stored:
-        zipped = stored.read(2) == b"\x1f\x8b"
-        stored.seek(0)
-        yield (gzip.GzipFile(fileobj=stored) if zipped else stored), stored
+def open_text(source: Source) -> Iterator[tuple[ByteLines, IO[bytes]]]:
+    """Context manager that opens a text file. It yields the decompressed content in UTF-8 and the stored file under
+    it, which are one object if nothing is to be converted."""
+    with open_file(source.path) as stored:
+        yield as_utf8(decompress(source.path, stored).stream, source.encoding), stored
 
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Turn what the readers of gzip and Parquet, and file systems, raise into an error that names the file."""
+    """Context manager that turns errors of decompressors, Parquet and file systems into one that names the file."""
     try:
         yield
     except MesetaError:
         raise
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise MesetaError(f"source {path!r} is truncated or damaged ({error}); fetch it again") from None
+    except DAMAGED as error:
+        raise MesetaError(f"source {path!r} is truncated or damaged ({one_line(error)}); fetch it again") from None
     except (pa.ArrowException, OSError) as error:
         text = f"source {path!r} cannot be read ({one_line(error)}); fetch it again"
         raise reading_error(error, text) from None

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import (
     AskedColumns,
     Block,
@@ -55,7 +56,8 @@ class Parquet(RawFormat):
             raise MesetaError(
                 "prepare: header and delimiter of the --schema file are for text; leave them out for Parquet"
             )
-        return parquet_layout(sources, asked.named, asked.schema)
+        # Rows of text may follow in this dataset, and their categories must be text.
+        return replace(parquet_layout(sources, asked.named, asked.schema), encoding=UTF_8)
 
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
         """Row groups before the one with `start` are passed over."""

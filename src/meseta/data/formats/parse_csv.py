@@ -44,7 +44,7 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
         raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    return read_rows(_CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+    return read_rows(CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
 
 
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
@@ -101,7 +101,7 @@ def _as_text(column: pa.Array) -> pa.Array:
 
 
 @dataclass(frozen=True)
-class _CsvColumns:
+class CsvColumns:
     """The columns of one block, for `read_rows`."""
 
     block: Block
@@ -121,7 +121,7 @@ class _CsvColumns:
                 texts = label_numbers(texts)
             return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
         except pa.ArrowInvalid as error:
-            raise _explain(self.block, self.raw, self.layout, one_line(error)) from None
+            raise self.explain(one_line(error)) from None
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name)
@@ -149,9 +149,9 @@ class _CsvColumns:
                 int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and a weight"
             )
         flat = parts.flatten()
-        return RawSparse(flat[0::2], lengths, self._weights(column, flat[1::2], owner))
+        return RawSparse(flat[0::2], lengths, self.weights(column.name, flat[1::2], owner))
 
-    def _weights(self, column: SparseColumn, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
+    def weights(self, name: str, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
         """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
         try:
             numbers = texts.cast(pa.string()).cast(pa.float64()).to_numpy()
@@ -161,8 +161,12 @@ class _CsvColumns:
             weights = numbers.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(weights))
         if bad.size:
-            raise self.error(int(owner[bad[0]]), column.name, "has a weight that is no finite number")
+            raise self.error(int(owner[bad[0]]), name, "has a weight that is no finite number")
         return weights
+
+    def explain(self, detail: str) -> MesetaError:
+        """Name the first value that is no number."""
+        return _explain(self.block, self.raw, self.layout, detail)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
         """Goes through the records up to that of the row, for its line."""
@@ -223,7 +227,7 @@ def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) 
         return f": {_unequal(block, fields)}"
     for name in layout.numbers:
         text = fields[block.header.index(name)]
-        rule = _rule_broken(text, is_label=name in layout.plain_labels)
+        rule = rule_broken(text, is_label=name in layout.plain_labels)
         if rule:
             return f", column {name!r}: {text[:40]!r} {rule}"
     return None
@@ -233,7 +237,7 @@ def _unequal(block: Block, fields: list[str]) -> str:
     return f"{len(fields)} fields, but the header has {len(block.header)}"
 
 
-def _rule_broken(text: str, *, is_label: bool) -> str | None:
+def rule_broken(text: str, *, is_label: bool) -> str | None:
     """The rule that a number does not keep as a text; that of its size is checked where it is one."""
     if text in MISSING or (is_label and _is_word(text)):
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from meseta.data.formats.csv import Csv
 from meseta.data.formats.format import RawFormat
+from meseta.data.formats.json_lines import JsonLines
 from meseta.data.formats.parquet import Parquet
+from meseta.data.formats.split_text import SplitText
 from meseta.data.formats.svm import Libffm, Libsvm
 from meseta.data.formats.tsv import Tsv
 
-FORMATS: tuple[RawFormat, ...] = (Parquet(), Libsvm(), Libffm(), Csv(), Tsv())
+FORMATS: tuple[RawFormat, ...] = (Parquet(), JsonLines(), Libsvm(), Libffm(), SplitText(), Csv(), Tsv())
 
 
 def format_of(name: str) -> RawFormat:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
+from meseta.data.formats.compression import ByteLines
 from meseta.data.formats.format import Source
 from meseta.data.schema.guess import SAMPLE_ROWS
 
-_MAX_FIELDS = 4_000_000
+MAX_FIELDS = 4_000_000
 """Fields that are looked at: of wide files, fewer rows."""
 _LEAST_ROWS = 2000
 _FILES = 8
 NUM_PIECES = 8
 """Places of a file that rows are taken from, where it can be read from any."""
+MAX_SAMPLE_BYTES = 64 << 20
+"""Text of all files from which rows are sampled; of long rows, fewer are."""
+_MAX_LINE_BYTES = 8 << 20
 SMALL_BYTES = 4 << 20
 """Files up to this size are read from their beginning alone."""
 
 
 def rows_per_file(num_columns: int, num_files: int) -> int:
     """Rows to take of each of so many files with so many columns."""
-    num_rows = max(_LEAST_ROWS, min(SAMPLE_ROWS, _MAX_FIELDS // max(num_columns, 1)))
+    num_rows = max(_LEAST_ROWS, min(SAMPLE_ROWS, MAX_FIELDS // max(num_columns, 1)))
     return -(-num_rows // num_files)
+
+
+def go_to_pieces(stream: ByteLines, begin: int, size: int) -> Iterator[tuple[bool, int]]:
+    """Move a stream to the first line of each piece of a file of `size` bytes, whose rows start at `begin`.
+
+    Yields whether the piece is the first, and where it ends. A piece that starts within a record is not recognized."""
+    starts = [begin + place * (size - begin) // NUM_PIECES for place in range(NUM_PIECES)]
+    for start, stop in itertools.pairwise([*starts, size]):
+        stream.seek(start)
+        if start > begin:
+            stream.seek(start - 1)
+            stream.readline(_MAX_LINE_BYTES)
+        yield start == begin, stop
 
 
 def spread(sources: Sequence[Source]) -> list[Source]:

@@ -35,7 +35,8 @@ class Libsvm(TextFormat):
             return None
         lines = (line.partition(b"#")[0].split() for line in head.text.splitlines())
         first = next((tokens for tokens in lines if len(tokens) > 1), None)  # a label alone is a row without pairs
-        return TextForm() if first and self.pair.fullmatch(first[1]) else None
+        is_delimited = first and (b"::" in first[0] or any(sign in first[0] for sign in b",;|"))  # beside a time
+        return TextForm() if first and self.pair.fullmatch(first[1]) and not is_delimited else None
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Raises MesetaError: there are none."""
@@ -43,9 +44,10 @@ class Libsvm(TextFormat):
 
     def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
         """By all rows; options and schema may choose some of the features."""
-        return svm_layout(
+        layout = svm_layout(
             sources, _chosen_features(asked), asked.on_scan, skip_bad=asked.skip_bad, has_fields=self.has_fields
         )
+        return replace(layout, encoding=sources[0].encoding)
 
     def columns_for(self, source: Source, layout: RawLayout) -> Sequence[str]:
         """The features, and label and group where the first line has such."""

@@ -1,4 +1,4 @@
-"""What all formats of text share: cutting a file, zipped or not, into blocks of whole rows."""
+"""What all formats of text share: cutting a file, compressed or not, into blocks of whole rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.formats.format import Block, FilePosition, RawFormat, Source, named_errors, open_text
+from meseta.data.formats.encodings import check_text
+from meseta.data.formats.format import Block, FileHead, FilePosition, RawFormat, Source, named_errors, open_text
+from meseta.data.layout import RawLayout
+from meseta.data.raw_rows import RawRows
 from meseta.spec import MesetaError
 
 BLOCK_BYTES = 8 << 20
@@ -19,10 +22,21 @@ BLOCK_BYTES = 8 << 20
 class TextFormat(RawFormat):
     """A format whose rows are lines; one whose rows are not, or that begins with names, overrides what differs."""
 
+    is_text = True
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of text read at once."""
+        return BLOCK_BYTES
+
     @property
     def endless_cause(self) -> str:
         """What is wrong, most likely, where no row ends."""
         return f"this is not {self.title}"
+
+    def check_content(self, head: FileHead) -> None:
+        """By the first bytes."""
+        head.check_text()
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
         """Names of the columns, and what was read of the file for them by the `readline` of its stream."""
@@ -54,13 +68,25 @@ class TextFormat(RawFormat):
         rows = [raw[start:end] for start, end in zip(starts[mask].tolist(), ends[mask].tolist(), strict=True)]
         return replace(block, raw=b"".join(rows), num_rows=len(rows))
 
+    def check_text(self, block: Block, rows: RawRows, layout: RawLayout) -> RawRows:
+        """Return the rows of a block that was parsed. Raises MesetaError for a category that is not text."""
+
+        def error(row: int, column: str, problem: str) -> MesetaError:
+            line = self.position(block, row).line + 1
+            return MesetaError(
+                f"source {block.source.path!r}, line {line}, column {column!r}: {problem}; fix or remove the line"
+            )
+
+        check_text(rows, raw_text(block), layout, error)
+        return rows
+
     def cursor(self, source: Source, columns: Sequence[str]) -> TextCursor:
         """Goes to the bytes of a row."""
         return TextCursor(self, source)
 
     def can_enter(self, source: Source) -> bool:
-        """Unless it is zipped."""
-        with named_errors(source.path), open_text(source.path) as (stream, stored):
+        """Unless it is compressed, or not in UTF-8."""
+        with named_errors(source.path), open_text(source) as (stream, stored):
             return stream is stored
 
     def position(self, block: Block, row: int) -> FilePosition:
@@ -89,13 +115,13 @@ class TextFormat(RawFormat):
                 position_bytes=position_bytes,
             )
 
-        with open_text(source.path) as (stream, stored):
+        with open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)
             if not start.offset:
                 start = FilePosition(line=raw_header.count(b"\n"), offset=len(raw_header))
             stream.seek(start.offset)
             at = start.offset
-            while data := stream.read(BLOCK_BYTES - at % BLOCK_BYTES):
+            while data := stream.read(self.block_bytes - at % self.block_bytes):
                 at += len(data)
                 whole, rest = self.cut(rest, data)
                 if not whole:
@@ -121,13 +147,13 @@ class TextFormat(RawFormat):
 
 
 class TextCursor:
-    """Reads the bytes between two rows of a file of text; one that is zipped is unzipped up to them."""
+    """Reads the bytes between two rows of a file of text; one that is compressed is decompressed up to them."""
 
     def __init__(self, form: TextFormat, source: Source) -> None:
         self.row = 0
         self._format, self._source = form, source
         with ExitStack() as stack, named_errors(source.path):
-            self._stream, self._stored = stack.enter_context(open_text(source.path))
+            self._stream, self._stored = stack.enter_context(open_text(source))
             self._header, _ = form.read_header(source, self._stream.readline)
             self._open = stack.pop_all()
 
@@ -180,7 +206,7 @@ def places_behind_lines(raw: bytes) -> NDArray[np.int64]:
 
 def first_line(source: Source) -> bytes:
     """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
-    with named_errors(source.path), open_text(source.path) as (stream, _):
+    with named_errors(source.path), open_text(source) as (stream, _):
         return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
 
 

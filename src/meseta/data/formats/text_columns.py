@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.schema.guess import guess_column, guess_label, guess_label_by_values, has_negative
+from meseta.data.schema.guess import Guess, guess_column, guess_label, guess_label_by_values, has_negative
 from meseta.data.schema.labels import raw_label_columns
 from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
@@ -38,10 +38,16 @@ def text_layout_of(where: str, schema: Schema, names: Sequence[str]) -> RawLayou
 
 
 def guessed_text_layout(
-    where: str, columns: Mapping[str, Sequence[str]], named: NamedColumns, *, has_names: bool
+    where: str,
+    columns: Mapping[str, Sequence[str]],
+    named: NamedColumns,
+    *,
+    has_names: bool,
+    known: Mapping[str, Guess] | None = None,
 ) -> RawLayout:
-    """As `named` says, else from the names of the columns and their fields in a sample of the rows; `has_names`:
-    whether the file has the names. Raises MesetaError, beginning with `where`, where that leaves the label open."""
+    """As `named` says, else as `known`, else from the names of the columns and their fields in a sample of the rows;
+    `has_names`: whether the file has the names. Raises MesetaError, beginning with `where`, where that leaves the label
+    open."""
     names = list(columns)
     if not any(columns.values()):
         raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
@@ -50,7 +56,7 @@ def guessed_text_layout(
     check_names(where, raw_labels, names)
     chosen = named.roles(where, [name for name in names if name not in raw_labels])
     guesses = {
-        name: chosen.get(name) or guess_column(name, values)
+        name: chosen.get(name) or (known or {}).get(name) or guess_column(name, values)
         for name, values in columns.items()
         if name not in raw_labels
     }
@@ -59,6 +65,17 @@ def guessed_text_layout(
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
     return replace(text_layout_of(where, schema, names), reasons=reasons)
+
+
+def with_lists(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
+    """Return the layout in which these categorical columns are multi-valued; `None`: their values are lists already."""
+    sparse = tuple(
+        replace(column, multi_valued=True, separator=separators[column.raw])
+        if column.raw in separators and not column.has_rows and not column.cross
+        else column
+        for column in layout.sparse
+    )
+    return replace(layout, sparse=sparse)
 
 
 def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:

@@ -63,6 +63,8 @@ class Tsv(TextFormat):
 
     def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
         """Criteo's. Raises MesetaError where something else is asked for, and for a file with other fields."""
+        for source in sources:
+            _check_first_line(source)
         if asked.named or asked.schema:
             raise MesetaError(
                 "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
@@ -70,9 +72,7 @@ class Tsv(TextFormat):
                 "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
                 "line"
             )
-        for source in sources:
-            _check_first_line(source)
-        return CRITEO
+        return replace(CRITEO, encoding=sources[0].encoding)
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
         """Rows of Criteo's logs alone."""
@@ -82,7 +82,7 @@ class Tsv(TextFormat):
         """As described by `RawFormat.parse`; without labels, lines have 39 fields."""
         has_labels = bool(layout.labels)
         raw = raw_text(block) if has_labels else with_first_field(raw_text(block), b"0\t")
-        rows = _parse_tsv(block, raw, has_labels=has_labels)
+        rows = self.check_text(block, _parse_tsv(block, raw, has_labels=has_labels), layout)
         return rows if has_labels else replace(rows, labels=[])
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
@@ -109,9 +109,9 @@ def _check_first_line(source: Source) -> None:
     if num_fields != with_label:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
-            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
-            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name, "
-            "delimiter and header that a --schema file gives"
+            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, JSON lines, "
+            "libsvm or libffm, as CSV or TSV with a header in files named *.csv or *.tsv, or with any name, delimiter "
+            "and header that a --schema file gives"
         )
 
 

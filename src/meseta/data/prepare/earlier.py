@@ -11,6 +11,7 @@ import numpy as np
 
 from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
 from meseta.data.dataset.vocabulary import load_vocabulary
+from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import Source
 from meseta.data.formats.registry import format_of
 from meseta.data.hash_categories import feature_seed
@@ -50,6 +51,7 @@ def layout_of_dataset(dataset: Dataset) -> RawLayout:
         time=dataset.time,
         delimiter=form.delimiter if form else ",",
         header=form.header if form else (),
+        encoding=form.encoding if form else None,
     )
     check_features(where, layout)
     if cut := doubled(column.buckets.column for column in layout.sparse if column.buckets):
@@ -130,17 +132,22 @@ def encoders_of(
     return encoder, finisher
 
 
-def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:
+def find_alike(
+    dataset: Dataset, patterns: Sequence[str], encoding: str | None = None
+) -> tuple[tuple[Source, ...], RawLayout]:
     """Raw files with the columns of an earlier dataset, in any order and among others; and the layout of their rows.
 
     It has no labels where no file has them, or none but empty ones, and then no weight; a group and a time are left out
-    where a file lacks them, if there are no labels, for which groups count. All rows are for testing.
+    where a file lacks them, if there are no labels, for which groups count. All rows are for testing. Text has the
+    `encoding` of the earlier files, if no other is given.
     Raises MesetaError as `find_sources` does, and for a feature or one of several labels that a file lacks, for
     files of another kind, and for columns of types that no longer fit.
     """
     layout, form = layout_of_dataset(dataset), dataset.source_form
     delimiter = layout.delimiter if form and format_of(form.kind).is_delimited else None
-    sources = find_sources(patterns, {}, rest_is_parted=False, delimiter=delimiter)
+    if encoding is None and layout.encoding != UTF_8:  # UTF-16 is told by its mark, also after files in UTF-8
+        encoding = layout.encoding
+    sources = find_sources(patterns, {}, rest_is_parted=False, delimiter=delimiter, encoding=encoding)
     sources = tuple(replace(source, split="test") for source in sources)
     _check_format(dataset, layout, sources[0])
     raw_format = sources[0].format

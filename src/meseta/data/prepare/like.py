@@ -43,6 +43,8 @@ class LikeOptions:
     """As of PrepareOptions."""
     max_bad_rows: int | float = 0.01
     """As of PrepareOptions."""
+    encoding: str | None = None
+    """Encoding of the text; `None`: that of the earlier files."""
     force: bool = False
     """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None
@@ -58,9 +60,11 @@ def prepare_like(options: LikeOptions, progress: Progress | None = None) -> tupl
     """
     refuse_url("prepare: --out", options.out)
     earlier = Dataset.load(options.like)
-    rows = NewRows(earlier, options.sources, max_bad_rows=options.max_bad_rows if options.bad_rows == "skip" else None)
+    max_bad_rows = options.max_bad_rows if options.bad_rows == "skip" else None
+    rows = NewRows(earlier, options.sources, max_bad_rows=max_bad_rows, encoding=options.encoding)
     encoding = sha256(Encoding.of(earlier).model_dump_json().encode()).hexdigest()
     chosen = {"like": encoding, "bad_rows": options.bad_rows, "max_bad_rows": options.max_bad_rows}
+    chosen |= {} if options.encoding is None else {"encoding": options.encoding}
     record = {"options": chosen, "sources": files_of(rows.sources)}
     with staged_folder(options.out, record, force=options.force) as staging:
         if not staging.is_complete:

@@ -76,13 +76,14 @@ class NewRows:
         *,
         keys: Sequence[str] = (),
         max_bad_rows: int | float | None = None,
+        encoding: str | None = None,
     ) -> None:
         """`keys`: raw columns to hand through; `max_bad_rows`: rows that cannot be parsed, or their share, up to which
-        they are left out; None: the first is an error.
+        they are left out; None: the first is an error; `encoding`: of text, if not that of the earlier files.
 
         Raises MesetaError for files without the columns of `earlier`, and for what is missing or damaged of it.
         """
-        self.sources, self.layout = find_alike(earlier, patterns)
+        self.sources, self.layout = find_alike(earlier, patterns, encoding)
         self._keys = RawColumns(self.sources, keys) if keys else None
         splitter = Splitter(seed=earlier.seed)
         self._encoder, self._finisher = encoders_of(earlier, self.layout, splitter, keep_unlabelled=True)

@@ -25,7 +25,7 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files, URLs or patterns: CSV, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
+    """Files, URLs or patterns: CSV, JSON lines, Criteo TSV, libsvm or libffm, compressed or not, or Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()
@@ -65,6 +65,8 @@ class PrepareOptions:
     """CSV and Parquet: the column of times, by which `test_after` and `valid_after` split; empty: by its name."""
     schema: Path | None = None
     """A file that says what the columns are, instead of the five options above; not for TSV."""
+    encoding: str | None = None
+    """Encoding of the text, as Python names it; `None`: as the schema says, else by a byte order mark, else UTF-8."""
     bad_rows: str = "error"
     """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
     max_bad_rows: int | float = 0.01

@@ -26,8 +26,9 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
     """
     chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NO_PART_OF_THE_RESULT}
     chosen["valid_fraction"] = options.valid_fraction or None  # a share of 0 is no valid split
-    if not options.recipe_only:
-        del chosen["recipe_only"]
+    for name in ("recipe_only", "encoding"):
+        if not chosen[name]:
+            del chosen[name]
     if options.schema is not None:
         try:
             chosen["schema"] = options.schema.read_text(errors="replace")

@@ -143,13 +143,18 @@ def _schema_of(options: PrepareOptions) -> Schema | None:
 
 def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
-    return find_sources(
+    encoding = options.encoding or (schema.encoding if schema else None)
+    sources = find_sources(
         options.sources,
         {"valid": options.valid_files, "test": options.test_files},
         rest_is_parted=any(options.rule_of(split) in ("fraction", "after") for split in PARTED),
         delimiter=delimiter,
         header=header,
+        encoding=encoding,
     )
+    if encoding is not None and not sources[0].format.is_text:
+        raise MesetaError(f"prepare: an encoding is for text, and {sources[0].path!r} is {sources[0].format.title}")
+    return sources
 
 
 def _layout_of(

@@ -8,6 +8,7 @@ from typing import Literal
 
 from meseta.data.dataset.dataset import SourceSplit, TeacherMetrics
 from meseta.data.formats import registry
+from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import FileHead, Source, named_errors
 from meseta.machine.files import parse_json
 from meseta.machine.remote import find, is_url, open_file, status
@@ -21,11 +22,13 @@ def find_sources(
     rest_is_parted: bool,
     delimiter: str | None = None,
     header: Sequence[str] = (),
+    encoding: str | None = None,
 ) -> tuple[Source, ...]:
     """Files in the given order, what a pattern matches in order of name; those of `files_of_splits` go there as a whole
     and come last, and the rest to training, or is parted row by row.
 
-    Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one.
+    Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one. Text has the
+    `encoding`, if one is given, else that of its byte order mark, else UTF-8.
     Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
     """
     whole: dict[str, SourceSplit] = {}
@@ -41,7 +44,10 @@ def find_sources(
     if not splits:
         options = " or ".join(f"--{split}-files" for split, named in files_of_splits.items() if named)
         raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
-    sources = tuple(_identify(path, split, delimiter, tuple(header)) for path, split in (splits | whole).items())
+    encoding = None if encoding is None else check_encoding(encoding)
+    sources = tuple(
+        _identify(path, split, delimiter, tuple(header), encoding) for path, split in (splits | whole).items()
+    )
     formats = {source.format: source.path for source in sources}
     if len(formats) > 1:
         shown = " and ".join(f"{path!r} is {raw_format.title}" for raw_format, path in formats.items())
@@ -88,7 +94,9 @@ def _expand(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tuple[str, ...]) -> Source:
+def _identify(
+    path: str, split: SourceSplit, delimiter: str | None, header: tuple[str, ...], encoding: str | None
+) -> Source:
     try:
         stat = status(path)
         if stat.is_folder:
@@ -99,13 +107,14 @@ def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tupl
             magic = file.read(4)
     except OSError as error:
         raise MesetaError(f"source {path!r}: {error.strerror}") from None
-    head = FileHead(path, magic, delimiter, header)
+    head = FileHead(path, magic, delimiter, header, encoding)
     for raw_format in registry.FORMATS:
         form = raw_format.tell(head)
         if form is not None:
             break
     else:
         raise AssertionError("the last format takes any file")
+    raw_format.check_content(head)
     return Source(
         path=path,
         split=split,
@@ -114,4 +123,6 @@ def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tupl
         changed=stat.changed,
         delimiter=form.delimiter,
         header=form.header,
+        is_typed=form.is_typed,
+        encoding=head.encoding if raw_format.is_text else UTF_8,
     )

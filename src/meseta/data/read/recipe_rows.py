@@ -109,6 +109,7 @@ def _check_enterable(recipe: Recipe, split: str) -> None:
     for source in recipe.sources:
         if not source.can_enter and source.split in ("both", split):
             raise MesetaError(
-                f"source {source.path!r} is zipped, so its rows can be read in order alone, and not shuffled: unzip it "
-                "and make the recipe anew, prepare without --recipe-only, or set data.shuffle=false"
+                f"source {source.path!r} is compressed, or not in UTF-8, so its rows can be read in order alone, and "
+                "not shuffled: convert it and make the recipe anew, prepare without --recipe-only, or set "
+                "data.shuffle=false"
             )

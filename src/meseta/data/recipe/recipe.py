@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from meseta.data.dataset.dataset import SPLITS, Count, Dataset, InnerPath, Record, Sign, SourceSplit
+from meseta.data.dataset.dataset import SPLITS, Count, Dataset, Delimiter, InnerPath, Record, SourceSplit
 from meseta.data.dataset.statistics import WINDOW_SAMPLES
+from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import Source
 from meseta.data.formats.registry import format_of
 from meseta.errors import shown
@@ -46,10 +47,14 @@ class RecipeSource(Record):
     """As stored."""
     changed: str
     """When it was written last, as its file system tells."""
-    delimiter: Sign
+    delimiter: Delimiter
     """What separates the fields of a line, where the format leaves that open."""
     header: tuple[str, ...]
     """Names of its columns, where it could begin with them and does not."""
+    is_typed: bool = False
+    """Whether the names in its header have types, which are no part of them."""
+    encoding: Annotated[str, AfterValidator(check_encoding)] = UTF_8
+    """Of its text."""
     can_enter: bool
     """Whether rows in its middle can be read without those before them."""
 
@@ -93,6 +98,8 @@ class Recipe(Record):
                 changed=source.changed,
                 delimiter=source.delimiter,
                 header=source.header,
+                is_typed=source.is_typed,
+                encoding=source.encoding,
             )
             for source in self.sources
         )
@@ -137,6 +144,8 @@ def recipe_sources(sources: Sequence[Source]) -> tuple[RecipeSource, ...]:
             changed=source.changed,
             delimiter=source.delimiter,
             header=source.header,
+            is_typed=source.is_typed,
+            encoding=source.encoding,
             can_enter=source.format.can_enter(source),
         )
         for source in sources

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.data.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.delimiter import MAX_DELIMITER, delimiter_problem
+from meseta.data.layout import (
+    MAX_BUCKETS,
+    NO_CATEGORY,
+    BucketRule,
+    RawLayout,
+    SparseColumn,
+)
 from meseta.data.schema.labels import resolve_labels
 from meseta.errors import doubled
 from meseta.machine.yaml_text import parse_yaml
@@ -52,8 +59,10 @@ class Schema(BaseModel):
     """New categorical feature to the columns whose values are joined to its value."""
     ignore: list[str] = []
     """Columns that are not read; a column that the file does not name is not read either."""
-    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
-    """Text: what parts the fields; None: told by the header, and only of files named as CSV."""
+    delimiter: str | None = Field(default=None, min_length=1, max_length=MAX_DELIMITER)
+    """Text: the delimiter of the fields; without it, the first lines tell it. Of several characters: without quotes."""
+    encoding: str | None = None
+    """Text: its encoding, as Python names it; None: UTF-16 by its byte order mark, else UTF-8."""
     header: list[str] = []
     """Names of all columns of text that does not begin with a line of them, in order."""
 
@@ -130,8 +139,8 @@ def _problem(schema: Schema) -> str | None:
             return (
                 f"key 'multi_valued.{name}': {separator!r} must be one character, no quote, line end or sign of weights"
             )
-    if schema.delimiter is not None and (schema.delimiter in '"\r\n' or not schema.delimiter.isascii()):
-        return f"key 'delimiter': {schema.delimiter!r} must be an ASCII character, and no quote or line end"
+    if schema.delimiter is not None and (problem := delimiter_problem(schema.delimiter)):
+        return f"key 'delimiter': {schema.delimiter!r} {problem}"
     if len(schema.header) == 1 or not all(schema.header):
         return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
     return _problem_of_buckets(schema) or _problem_of_crosses(schema)
@@ -249,6 +258,7 @@ def schema_text(layout: RawLayout) -> str:
         if key == "categorical":
             lines += _mappings(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
+    lines += [] if layout.encoding in (None, "utf-8") else [f"encoding: {layout.encoding}"]
     lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
     return "\n".join(lines) + "\n"
 

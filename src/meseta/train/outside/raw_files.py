@@ -27,6 +27,7 @@ ROWS_BETWEEN_EVALUATIONS = 1_000_000
 
 _NO_TABLES = {"model.deep_mlp": [256, 128], "dense.optimizer.lr": 0.003}
 """Of data without categories, where the MLP has to do it all."""
+_ENDINGS = r"\.(gz|bz2|xz|zst|zstd|zip|csv|tsv|txt|parquet|jsonl|ndjson|json|inter|ffm|libffm|svm|libsvm)\b"
 _SIZES = {"dropout": 0.2, "embedding_dim": 8}
 """Of small data, for a model that has these keys."""
 _YIELD: Mapping[str, Sequence[str]] = {
@@ -43,7 +44,7 @@ def default_run_dir(patterns: Sequence[str]) -> str:
     """runs/<name>, after the first file or pattern: 'logs/clicks.csv.gz' gives runs/clicks, 'logs/*.csv' runs/logs."""
     parts = [part for part in re.split(r"[/\\]", patterns[0].partition("://")[2] or patterns[0]) if part]
     for part in reversed(parts):
-        name = re.sub(r"\.(gz|csv|tsv|txt|parquet|ffm|libffm|svm|libsvm)\b", "", re.sub(r"[*?]|\[.*?\]", "", part))
+        name = re.sub(_ENDINGS, "", re.sub(r"[*?]|\[.*?\]", "", part))
         name = re.sub(r"[^\w.-]+", "_", name).strip("._-")
         if name:
             return f"runs/{name}"

@@ -1,0 +1,319 @@
+"""Compressed files and archives, recognized by their first bytes and decompressed as streams in bounded memory."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from meseta.errors import MesetaError, one_line, shown
+
+MAX_XZ_BYTES = 256 << 20
+"""Memory that a decoder of xz may take; `xz -9` needs 65 MB."""
+_MAX_ZIP_DIRECTORY_BYTES = 4 << 20
+"""Of a zip archive with one member, the directory takes less than 200 KB."""
+_CHUNK_BYTES = 256 << 10
+_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".zip")
+_MAGICS = (
+    (b"\x1f\x8b", "gzip"),
+    (b"\xfd7zXZ\x00", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"PK\x03\x04", "zip"),
+    (b"PK\x05\x06", "zip"),
+    (b"PK\x07\x08", "zip"),
+)
+_UNPACK = "unpack it and give the files in it"
+_TO_PARQUET = "convert it to Parquet or CSV"
+_RECOMPRESS = "decompress it, or compress it with gzip, bz2, xz or zstd"
+_UNSUPPORTED = (
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
+    (b"MSCF\x00\x00\x00\x00", "a CAB archive", _UNPACK),
+    (b"!<arch>\n", "an ar archive", _UNPACK),
+    (b"\x04\x22\x4d\x18", "compressed with lz4", _RECOMPRESS),
+    (b"\x1f\x9d", "compressed with compress", _RECOMPRESS),
+    (b"LZIP\x01", "compressed with lzip", _RECOMPRESS),
+    (b"\x89LZO\x00\r\n\x1a\n", "compressed with lzop", _RECOMPRESS),
+    (b"\xff\x06\x00\x00sNaPpY", "compressed with snappy", _RECOMPRESS),
+    (b"Obj\x01", "an Avro file", _TO_PARQUET),
+    (b"ARROW1\x00\x00", "an Arrow IPC (Feather) file", _TO_PARQUET),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _TO_PARQUET),
+    (b"SQLite format 3\x00", "a SQLite database", _TO_PARQUET),
+    (b"\x93NUMPY", "a NumPy file", _TO_PARQUET),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document", _TO_PARQUET),
+)
+"""First bytes of what is recognized and not read, what it is, and the remedy."""
+
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""Errors that decompressors raise for truncated or damaged content, apart from OSError."""
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class ByteLines(Protocol):
+    """Content of a text file, decompressed."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Read up to `size` bytes, or the rest."""
+
+    def readline(self, size: int = -1, /) -> bytes:
+        """Read a line with its end, or its first `size` bytes; empty at the end."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Move to a byte of the decompressed content."""
+
+    def tell(self) -> int:
+        """Return the position in the decompressed content."""
+
+
+class Decompressed(NamedTuple):
+    """Content of a file that may be compressed."""
+
+    stream: ByteLines
+    """The stored file itself if it is not compressed."""
+    member: str = ""
+    """Name of the file in a zip archive; never used as a path."""
+
+
+def decompress(path: str, stored: IO[bytes]) -> Decompressed:
+    """Return the decompressed content of `stored`, the file at `path`.
+
+    Raises MesetaError if a zip archive does not hold exactly one plain or deflated file without encryption, and
+    what `DAMAGED` lists or OSError for damaged content, here or while the content is read.
+    """
+    kind = _compression(stored.read(10))
+    stored.seek(0)
+    if kind == "gzip":
+        return Decompressed(gzip.GzipFile(fileobj=stored))
+    if kind == "bz2":
+        return Decompressed(restarting(lambda: _Members(stored, bz2.BZ2Decompressor).read))
+    if kind == "xz":
+        return Decompressed(restarting(lambda: _xz_reader(path, stored)))
+    if kind == "zstd":
+        return Decompressed(restarting(lambda: _zstd_reader(path, stored)))
+    if kind == "zip":
+        return _unzip(path, stored)
+    return Decompressed(stored)
+
+
+def _compression(magic: bytes) -> str | None:
+    """Return the compression of a file by its first 10 bytes, or `None`."""
+    if magic.startswith(b"BZh") and magic[4:] in (b"1AY&SY", b"\x17rE8P\x90"):
+        return "bz2"
+    if magic[1:4] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:  # a skippable frame before others
+        return "zstd"
+    return next((name for start, name in _MAGICS if magic.startswith(start)), None)
+
+
+def without_ending(path: str) -> str:
+    """Return `path` without the ending of a compressed file, such as .gz."""
+    ending = next((ending for ending in _ENDINGS if path.lower().endswith(ending)), "")
+    return path[: len(path) - len(ending)]
+
+
+def check_content(path: str, head: bytes) -> None:
+    """Raise MesetaError if `head`, the first bytes of the decompressed content, is an archive or a known binary file
+    that no format reads."""
+    where = f"source {path!r}"
+    for magic, what, remedy in _UNSUPPORTED:
+        if head.startswith(magic):
+            raise MesetaError(f"{where} is {what}, which is not read; {remedy}")
+    if head.startswith(b"PAR1"):
+        raise MesetaError(f"{where} holds compressed Parquet, which is not read; decompress it")
+    if _compression(head[:10]):
+        raise MesetaError(f"{where} is compressed twice; decompress it once")
+    try:
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return
+    raise MesetaError(f"{where} is a tar archive, which is not read; {_UNPACK}")
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class _Decompressor(Protocol):
+    """What the decompressors of bz2 and lzma share."""
+
+    eof: bool
+    needs_input: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
+
+
+class _Members:
+    """Reader over all members of a file of bz2 or xz. Zero bytes behind a member are padding."""
+
+    def __init__(self, stored: IO[bytes], make: Callable[[], Any]) -> None:
+        stored.seek(0)
+        self._stored, self._make = stored, make
+        self._member: _Decompressor = make()
+
+    def read(self, size: int) -> bytes:
+        while True:
+            data = b""
+            if self._member.eof:
+                data = self._member.unused_data.lstrip(b"\0")
+                while not data:
+                    if not (chunk := self._stored.read(_CHUNK_BYTES)):
+                        return b""
+                    data = chunk.lstrip(b"\0")
+                self._member = self._make()
+            elif self._member.needs_input and not (data := self._stored.read(_CHUNK_BYTES)):
+                raise EOFError("it ends before its end-of-stream marker")
+            if part := self._member.decompress(data, size):
+                return part
+
+
+def _xz_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
+    members = _Members(stored, lambda: lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES))
+
+    def read(size: int) -> bytes:
+        try:
+            return members.read(size)
+        except lzma.LZMAError as error:
+            if "limit" not in str(error):
+                raise
+            raise MesetaError(
+                f"source {path!r} needs more than {MAX_XZ_BYTES >> 20} MB to be decompressed; compress it with a "
+                "smaller dictionary, such as that of xz -9"
+            ) from None
+
+    return read
+
+
+def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
+    stored.seek(0)
+    # Arrow closes the files that it is given, and this one is read again after seeking back.
+    stream = pa.CompressedInputStream(pa.PythonFile(_KeptOpen(stored), mode="r"), "zstd")
+
+    def read(size: int) -> bytes:
+        try:
+            return bytes(stream.read(size))
+        except OSError as error:
+            if "too much memory" not in str(error):
+                raise
+            raise MesetaError(
+                f"source {path!r} was compressed by zstd with a window of more than 128 MB; compress it with "
+                "--long=27 or less"
+            ) from None
+
+    return read
+
+
+class _KeptOpen(io.RawIOBase):
+    """A file that stays open when its user closes it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _ZipFile(_KeptOpen):
+    """A zip archive whose directory is refused before it fills the memory."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        super().__init__(file)
+        self._path = path
+        self.has_directory = False
+        """Whether the directory has been read; then reads are those of the member, whose size the caller limits."""
+
+    def read(self, size: int = -1) -> bytes:
+        if self.has_directory:
+            return self._file.read(size)
+        data = self._file.read(_MAX_ZIP_DIRECTORY_BYTES + 1 if size < 0 else min(size, _MAX_ZIP_DIRECTORY_BYTES + 1))
+        if len(data) > _MAX_ZIP_DIRECTORY_BYTES:
+            raise MesetaError(f"source {self._path!r} is a zip archive of many files; {_UNPACK}")
+        return data
+
+
+class _Restarting(io.RawIOBase):
+    """A stream that only reads forward, made seekable: seeking back starts it again."""
+
+    def __init__(self, start: Callable[[], Callable[[int], bytes]]) -> None:
+        self._start = start
+        self._read, self._place = start(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._read(len(buffer))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == io.SEEK_CUR:
+            offset += self._place
+        elif whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("the size of compressed content is not known")
+        if offset < self._place:
+            self._read, self._place = self._start(), 0
+        while self._place < offset and (data := self._read(min(_CHUNK_BYTES, offset - self._place))):
+            self._place += len(data)
+        return self._place
+
+
+def restarting(start: Callable[[], Callable[[int], bytes]]) -> ByteLines:
+    """Return a seekable stream over content that can only be read forward; seeking back starts it again.
+
+    `start`: begins again, and returns a function that reads up to `size` bytes and is empty at the end.
+    """
+    return io.BufferedReader(_Restarting(start), _CHUNK_BYTES)
+
+
+def _unzip(path: str, stored: IO[bytes]) -> Decompressed:
+    where = f"source {path!r}"
+    try:
+        file = _ZipFile(stored, path)
+        archive = zipfile.ZipFile(file)
+        file.has_directory = True
+        # macOS adds a folder of metadata.
+        members = [m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")]
+        if len(members) != 1:
+            names = ", ".join(shown(member.filename) for member in members[:3])
+            names += ", ..." if len(members) > 3 else ""
+            what = f"{len(members):,} files ({names})" if members else "no file"
+            raise MesetaError(f"{where} is a zip archive of {what}, and must hold one; {_UNPACK}")
+        [member] = members
+        name = shown(member.filename)
+        if member.flag_bits & 0x41:
+            raise MesetaError(f"{where}: {name} in this zip archive is encrypted; decrypt it")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise MesetaError(
+                f"{where}: {name} in this zip archive is compressed by method {member.compress_type}, and must be "
+                "stored or deflated; unpack it"
+            )
+        return Decompressed(archive.open(member), member.filename)
+    except MesetaError:
+        raise
+    except (NotImplementedError, struct.error, ValueError, OverflowError, RuntimeError) as error:
+        raise zipfile.BadZipFile(one_line(error)) from None

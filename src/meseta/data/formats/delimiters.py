@@ -1,0 +1,76 @@
+"""Delimiters and column types of text, found in its first lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from meseta.data.formats.tsv import FIELDS_OF_CRITEO
+from meseta.data.schema.guess import Guess, guess_column
+
+UNIT_SEPARATOR = b"\x1f"
+"""Delimiter of the CSV to which text with a longer delimiter is converted."""
+_CANDIDATES = (b"::", b"\t", b";", b"|", b",", b" ")
+_MAX_LINES = 50
+_TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")
+_QUOTED = re.compile(rb'"[^"]*"')
+
+
+def find_delimiter(head: bytes) -> str | None:
+    """Return the delimiter of the lines at the beginning of a file, or `None`.
+
+    Each of the first lines, at least two, has it equally often. It is none of Criteo's logs, which have no header.
+    """
+    lines = [_QUOTED.sub(b"", line) for line in head.split(b"\n")[:_MAX_LINES]]
+    lines = lines[:-1]  # the last one is empty, or may be cut
+    if len(lines) < 2:
+        return None
+    for sign in _CANDIDATES:
+        counts = {line.count(sign) for line in lines}
+        if len(counts) == 1 and (count := counts.pop()):
+            return None if sign == b"\t" and count + 1 in FIELDS_OF_CRITEO else sign.decode()
+    return None
+
+
+def is_typed_header(names: Sequence[str]) -> bool:
+    """Whether all names have the types of RecBole's atomic files, as `user_id:token`."""
+    return len(names) > 1 and all(map(_TYPED.fullmatch, names))
+
+
+def without_types(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a typed header."""
+    return tuple(name.rpartition(":")[0] for name in names)
+
+
+def typed_guesses(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[dict[str, Guess], list[str]]:
+    """Return the roles that a typed header gives to its columns, and those that hold lists.
+
+    `columns`: sampled values of each column. Times, weights and groups under their usual names keep these roles.
+    """
+    types = {name.rpartition(":")[0]: name.rpartition(":")[2] for name in names}
+    guesses = {}
+    for name, kind in types.items():
+        role = guess_column(name, columns[name]).role
+        if kind == "float_seq":
+            guesses[name] = Guess("ignore", "float_seq, by the header: no feature holds lists of numbers")
+        elif kind == "float" and role not in ("time", "weight", "group"):
+            guesses[name] = Guess("dense", "float, by the header")
+        elif kind in ("token", "token_seq"):
+            guesses[name] = Guess("categorical", f"{kind}, by the header")
+    return guesses, [name for name, kind in types.items() if kind == "token_seq"]
+
+
+def as_csv(lines: bytes, delimiter: str) -> bytes:
+    """Convert whole lines, in which quotes have no meaning, to CSV with UNIT_SEPARATOR."""
+    sign = delimiter.encode()
+    if b"\r" in lines:
+        lines = lines.replace(b"\r\n", b"\n")
+    if not any(special in lines for special in (b'"', b"\r", UNIT_SEPARATOR)):
+        return lines.replace(sign, UNIT_SEPARATOR)
+    return b"\n".join(UNIT_SEPARATOR.join(map(_quoted, line.split(sign))) for line in lines.split(b"\n"))
+
+
+def _quoted(field: bytes) -> bytes:
+    if any(special in field for special in (b'"', b"\r", UNIT_SEPARATOR)):
+        return b'"' + field.replace(b'"', b'""') + b'"'
+    return field

@@ -1,0 +1,238 @@
+"""JSON lines: one object a line, whose keys are the columns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+
+from meseta.data.formats.format import AskedColumns, Block, FileHead, Source, TextForm, named_errors, open_text
+from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of
+from meseta.data.formats.parse_json_lines import as_array, parse_json_lines
+from meseta.data.formats.sample import MAX_FIELDS, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
+from meseta.data.formats.text import BLOCK_BYTES, TextFormat, raw_text
+from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
+from meseta.data.layout import RawLayout
+from meseta.data.raw_rows import RawRows
+from meseta.data.schema.guess import MISSING, Guess, other_outcome
+from meseta.data.schema.labels import with_signed_labels
+from meseta.data.schema.schema import Schema, check_names
+from meseta.machine.remote import is_url
+from meseta.spec import MesetaError
+
+_NAMES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+_MAX_SPARSE_KEYS = 200
+_MIN_DENSITY = 0.02
+"""Share of the keys that a row has. A key that it lacks takes no bytes in the file, but memory in a block."""
+_BLOCK_BYTES = 1 << 20
+"""Of a block, whose rows are decoded to objects of Python."""
+_ONE_A_LINE = "write one object a line, as by jq -c"
+
+
+class JsonLines(TextFormat):
+    """Told by an object at the beginning, or by the name of the file."""
+
+    name = "jsonl"
+    title = "JSON lines"
+    endless_cause = _ONE_A_LINE
+
+    @property
+    def block_bytes(self) -> int:
+        """Fewer than of other text."""
+        return min(_BLOCK_BYTES, super().block_bytes)
+
+    def tell(self, head: FileHead) -> TextForm | None:
+        """Text that begins as an object, or as a list of them, does, and any text in a file named as JSON."""
+        if head.delimiter is None and not head.header and head.is_named(_NAMES):
+            return TextForm()
+        begin = head.text.removeprefix(BOM_UTF8)[:4096].translate(None, b" \t\r\n")
+        return TextForm() if begin.startswith((b'{"', b"{}", b"[{")) else None
+
+    def check_content(self, head: FileHead) -> None:
+        """Also raise for one document of several lines."""
+        super().check_content(head)
+        text = head.text.removeprefix(BOM_UTF8).lstrip()
+        if text.startswith(b"["):
+            raise MesetaError(f"source {head.path!r} is one list of JSON; {_ONE_A_LINE} '.[]'")
+        if text.partition(b"\n")[0].strip() == b"{":
+            raise MesetaError(f"source {head.path!r} has objects of several lines; {_ONE_A_LINE} .")
+
+    def columns(self, source: Source) -> tuple[str, ...]:
+        """Keys of the sampled rows."""
+        return tuple(self._sample([source]).texts)
+
+    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+        """As the schema says, else as named; what that leaves open is inferred from a sample."""
+        where = f"source {sources[0].path!r}"
+        sample = self._sample(sources)
+        names = list(sample.texts)
+        if asked.schema:
+            layout = _layout_of_schema(where, asked.schema, sample)
+        else:
+            layout = guessed_text_layout(where, sample.texts, asked.named, has_names=True, known=sample.guesses())
+            layout = with_lists(layout, dict.fromkeys(sample.lists))
+        check_names(where, layout.columns, names)
+        layout = with_signed_labels(layout, sample.texts)
+        used = {*layout.columns}
+        return replace(layout, ignored=tuple(name for name in names if name not in used), encoding=sources[0].encoding)
+
+    def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
+        """There is none, but for the mark of UTF-8."""
+        start = read_line(len(BOM_UTF8))
+        return (), start if start == BOM_UTF8 else b""
+
+    def parse(self, block: Block, layout: RawLayout) -> RawRows:
+        """As described by `RawFormat.parse`."""
+        return parse_json_lines(block, raw_text(block), layout)
+
+    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
+        """Strings."""
+        check_names(where, names, self.columns(source))
+        return pa.schema([pa.field(name, pa.string()) for name in names])
+
+    def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+        """Single values as text; lists and objects as JSON."""
+        decode = RowDecoder().decode
+        rows = [decode(line) for line in raw_text(block).split(b"\n")[:-1]]
+        columns = [[_key_text(row.get(name)) for row in rows] for name in names]
+        arrays = [as_array(block, name, texts) for name, texts in zip(names, columns, strict=True)]
+        return pa.record_batch([array.cast(pa.string()) for array in arrays], schema)
+
+    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+        """Those that are null or missing, or hold a word for it."""
+        texts = self._sample(sources).texts
+        return {name for name in names if name in texts and all(value in MISSING for value in texts[name])}
+
+    def _sample(self, sources: Sequence[Source]) -> _Sample:
+        """Raises MesetaError for a damaged file, and where no sampled row is an object."""
+        sample = _Sample()
+        chosen = spread(sources)
+        for source in chosen:
+            fault: MesetaError | None = None
+            budget = sample.num_fields + MAX_FIELDS // len(chosen)
+            for line in self._sampled_lines(source, rows_per_file(1, len(chosen))):
+                try:
+                    sample.add(_SAMPLER.decode(line))
+                except MesetaError as error:
+                    fault = fault or error
+                if sample.num_fields > budget:
+                    break
+            if fault and not sample.num_rows:
+                raise MesetaError(
+                    f"source {source.path!r}: no sampled row is an object of JSON: {fault}; {_ONE_A_LINE}"
+                )
+        return sample.finish(f"source {sources[0].path!r}")
+
+    def _sampled_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
+        """Lines of pieces that begin all over a file; of one that is compressed, remote or small, from its start."""
+        with named_errors(source.path), open_text(source) as (stream, stored):
+            begin, size = len(self.read_header(source, stream.readline)[1]), source.size_bytes
+            stream.seek(begin)
+            lines = iter(lambda: stream.readline(BLOCK_BYTES), b"")
+            if stream is not stored or is_url(source.path) or size <= SMALL_BYTES:
+                yield from itertools.islice(lines, num_rows)
+                return
+            for _, stop in go_to_pieces(stream, begin, size):
+                place = stream.tell()
+                for line in itertools.islice(lines, -(-num_rows // NUM_PIECES)):
+                    yield line
+                    place += len(line)
+                    if place >= stop:
+                        break
+
+
+_SAMPLER = RowDecoder(Literal)
+
+
+@dataclass
+class _Sample:
+    """Values of sampled rows by column, in the order in which their keys come first."""
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    """Single values; of lists and objects empty texts."""
+    lists: dict[str, bool] = field(default_factory=dict)
+    """Column of lists -> whether all their values are ids."""
+    objects: dict[str, str] = field(default_factory=dict)
+    """Column -> what an object or list is in it, or in a list in it."""
+    num_rows: int = 0
+    num_values: int = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row; a key that it lacks is missing, as is one that former rows lack."""
+        for name, value in row.items():
+            texts = self.texts.setdefault(name, [])
+            texts += [""] * (self.num_rows - len(texts))
+            text = text_of(value)
+            texts.append(text or "")
+            if text is None:
+                self._add_nested(name, value)
+        self.num_rows += 1
+        self.num_values += len(row)
+
+    @property
+    def num_fields(self) -> int:
+        """Of all columns in all rows, missing values among them."""
+        return self.num_rows * len(self.texts)
+
+    def finish(self, where: str) -> _Sample:
+        """Fill in what is missing in the last rows. Raises MesetaError for rows with hardly any of the keys."""
+        if len(self.texts) > _MAX_SPARSE_KEYS and self.num_values < _MIN_DENSITY * self.num_fields:
+            raise MesetaError(
+                f"{where} has {len(self.texts):,} different keys in {self.num_rows:,} sampled rows, of which a row has "
+                f"{self.num_values / self.num_rows:.1f}; write what differs from row to row as values, not as keys"
+            )
+        for texts in self.texts.values():
+            texts.extend([""] * (self.num_rows - len(texts)))
+        return self
+
+    def guesses(self) -> dict[str, Guess]:
+        """Roles of the columns that do not hold single values alone."""
+        guesses = {}
+        for name, holds_ids in self.lists.items():
+            if any(self.texts[name]):
+                guesses[name] = Guess("ignore", "lists in some rows, and single values in others")
+            elif holds_ids:
+                guesses[name] = other_outcome(name) or Guess("categorical", "lists of ids")
+            else:
+                guesses[name] = Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
+        for name, kind in self.objects.items():
+            guesses[name] = Guess("ignore", f"it holds {kind}")
+        return guesses
+
+    def _add_nested(self, name: str, value: Any) -> None:
+        items = value if isinstance(value, list) else [value]
+        nested = next((item for item in items if isinstance(item, dict | list)), None)
+        if nested is not None:
+            self.objects.setdefault(name, kind_of(nested))
+        if isinstance(value, list):
+            holds_ids = not any(isinstance(item, Literal | dict | list) for item in value)
+            self.lists[name] = self.lists.get(name, True) and holds_ids
+
+
+def _layout_of_schema(where: str, schema: Schema, sample: _Sample) -> RawLayout:
+    if schema.header or schema.delimiter:
+        raise MesetaError("prepare: header and delimiter of the --schema file are not for JSON; leave them out")
+    for name, weight in schema.weights.items():
+        check_names(where, [weight], list(sample.texts))
+        if name not in sample.lists or weight not in sample.lists:
+            raise MesetaError(f"{where}: weights: {name!r} and {weight!r} must be lists of the same length")
+    for name in schema.multi_valued:
+        if name in sample.lists:
+            raise MesetaError(f"{where}: column {name!r} holds lists already; take it from multi_valued")
+    layout = text_layout_of(where, schema.model_copy(update={"weights": {}}), list(sample.texts))
+    layout = with_lists(layout, dict.fromkeys(sample.lists))
+    sparse = tuple(
+        replace(column, weighted=True, weight=schema.weights[column.raw]) if column.raw in schema.weights else column
+        for column in layout.sparse
+    )
+    return replace(layout, sparse=sparse)
+
+
+def _key_text(value: Any) -> str:
+    text = text_of(value)
+    return json.dumps(value, separators=(",", ":")) if text is None else text

@@ -1,0 +1,94 @@
+"""Rows of JSON lines: one object a line, decoded as by Python's json module, with stricter rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from meseta.spec import MesetaError
+
+MAX_ROW_BYTES = 1 << 20
+"""Of one row; a decoded row takes up to 30 times as much memory."""
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1
+
+
+class Literal(str):
+    """A number with a fraction or an exponent, as it is spelled."""
+
+
+class RowDecoder:
+    """Decodes rows. Numbers stay as they are spelled, as in CSV; true and false are bool, and null is None."""
+
+    def __init__(self, fraction: Callable[[str], str] = str) -> None:
+        """`fraction`: type of numbers with a fraction or an exponent."""
+        self._decode = json.JSONDecoder(
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=fraction,
+            parse_constant=lambda name: fraction(name.lower().replace("infinity", "inf")),
+        ).decode
+
+    def decode(self, line: bytes) -> dict[str, Any]:
+        """Return the object in a line. Raises MesetaError, naming no place, for anything else."""
+        if len(line) > MAX_ROW_BYTES:
+            raise MesetaError(f"the row has {len(line):,} bytes, and may have {MAX_ROW_BYTES:,}")
+        try:
+            row = self._decode(line.decode())
+        except MesetaError:
+            raise
+        except UnicodeDecodeError as error:
+            raise MesetaError(f"byte {error.start + 1} is not UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise MesetaError(f"column {error.colno}: it is not JSON ({error.msg})") from None
+        except RecursionError:
+            raise MesetaError("its values are nested too deeply") from None
+        if not isinstance(row, dict):
+            raise MesetaError(f"it must hold one object, and holds {kind_of(row)}")
+        return row
+
+
+def kind_of(value: Any) -> str:
+    """Name the kind of a decoded value, for messages."""
+    if isinstance(value, dict):
+        keys = ", ".join(ascii(key[:20]) for key in list(value)[:3])
+        return f"an object with {keys or 'no keys'}; write its values as keys of the row"
+    if isinstance(value, list):
+        return "a list"
+    return "null" if value is None else "a single value"
+
+
+def text_of(value: Any) -> str | None:
+    """Return a single value as the field of CSV that says the same, or `None` for a list or an object."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return None
+
+
+def texts_of(value: Any) -> list[str] | None:
+    """Return the values of a list of single values; null is an empty list. `None` for anything else."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return None
+    texts = [text_of(item) for item in value]
+    return None if None in texts else texts  # type: ignore[return-value]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise MesetaError(f"key {twice[:40]!r} is there twice")
+    return row
+
+
+def _integer(text: str) -> str:
+    if len(text) > 18 and (len(text) > 20 or not _SMALLEST <= int(text) <= _LARGEST):
+        raise MesetaError(f"the integer {text[:40]} needs more than 64 bits; write it as a string")
+    return text
