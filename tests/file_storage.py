@@ -97,6 +97,9 @@ class FileStorage(TableStorage):
         values = self.read(0, self.shard.num_rows)
         return TableShard(self.spec, self.shard, values.pop(ROW).cpu(), values, self.optimizer, self.seed)
 
+    def take(self, rows: torch.Tensor) -> dict[str, Tensor]:
+        return {name: value[rows].cpu() for name, value in self.read(0, self.shard.num_rows).items()}
+
     def _get(self, first: int, stop: int) -> dict[str, Tensor]:
         found = {}
         for name, file in self._files.items():

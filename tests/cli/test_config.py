@@ -19,7 +19,7 @@ def test_every_key_is_listed_with_kind_default_and_meaning(output_of: Output) ->
     keys = all_keys()
     assert [head for head in heads if head in {key.path for key in keys}] == [key.path for key in keys]
     assert "`" not in "".join(line for line in lines if line.startswith("train."))
-    at = lines.index("train.batch_size: integer ≥ 1, < 2^63; default 2048")
+    at = lines.index("train.batch_size: integer ≥ 1, < 2,147,483,648; default 2048")
     assert lines[at + 1] == "    Samples of a global batch, over all ranks."
     assert "run_dir: path; must be given" in lines and "train.max_steps: integer ≥ 1, < 2^63; default none" in lines
 

@@ -245,7 +245,7 @@ GOOD = ["1", "0", "1", "a", "2", "2026-01-01"]
     ("place", "value", "message"),
     [
         (1, "2", "line 3, column 'buy': '2' is outside 0..1"),
-        (1, "", "line 3, column 'buy': '' is no label"),
+        (1, "soon", "line 3, column 'buy': 'soon' is no label"),
         (2, "-1", "line 3, column 'weight': '-1' is no weight of a sample: it must be 0, or 1e-09 to 1e.09"),
         (2, "", "column 'weight': '' is no weight"),
         (2, "inf", "column 'weight': 'inf' is no weight"),

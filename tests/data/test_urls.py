@@ -11,6 +11,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.registry import _registry
 from pydantic import ValidationError
 
 from data.click_log import make_lines
@@ -111,6 +112,7 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)  # of other tests
     for name in [name for name in sys.modules if name.startswith("fsspec.implementations.") or name == module]:
         if "memory" not in name and "local" not in name:
             monkeypatch.delitem(sys.modules, name) if sys.modules[name] is not None else None

@@ -230,7 +230,7 @@ def test_shards_written_out_are_ordered() -> None:
         ({"tables": {"*": {"sharding": "data_parallel", "ranks": [0, 1, 1]}}}, ["replicas on ranks [0, 1, 1]"]),
         ({"tables": {"*": {"sharding": "row_wise", "cost": "much"}}}, ["cost must be a finite number", "'much'"]),
         ({"tables": {"*": {"sharding": "row_wise", "cost": float("nan")}}}, ["cost must be", "nan"]),
-        ({"tables": {"*": {"sharding": "row_wise", "cost": -1}}}, ["cost must be", "-1"]),
+        ({"tables": {"*": {"sharding": "row_wise", "cost": -1}}}, ["cost must not be negative", "-1"]),
     ],
 )
 def test_bad_documents_are_named(document: Any, words: list[str]) -> None:

@@ -42,7 +42,8 @@ def test_specs_are_frozen_and_numpy_sizes_become_int() -> None:
 @pytest.mark.parametrize("value", [0, -1, 1e6, "7", None, True])
 def test_sizes_are_whole_numbers(field: str, value: Any) -> None:
     make = lambda: TableSpec(**{"name": "user", "num_embeddings": 3, "embedding_dim": 4, field: value})  # noqa: E731
-    refused(make, f"table 'user': {field} must be a whole number, at least 1, got {value!r}")
+    most = 2**63 - 1 if field == "num_embeddings" else 2**31 - 1
+    refused(make, f"table 'user': {field} must be a whole number, at least 1 and at most {most}, got {value!r}")
 
 
 @pytest.mark.parametrize("name", ["", "*", 3, None])

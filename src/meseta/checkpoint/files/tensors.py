@@ -95,5 +95,5 @@ def _content(path: Location, num_bytes: int) -> bytes:
 
 def _parse(content: bytes) -> dict[str, Tensor]:
     _check_header(content[:8])
-    tensors: dict[str, Tensor] = load(content)
-    return tensors
+    # `load` gives them in an order that differs from process to process, and ranks exchange them one by one.
+    return dict(sorted(load(content).items()))
