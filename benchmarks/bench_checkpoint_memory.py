@@ -1,20 +1,19 @@
-"""Peak anonymous memory of every operation on checkpoints, beside what it may take.
+"""Peak anonymous memory of every operation on checkpoints, with its limit.
 
     python benchmarks/bench_checkpoint_memory.py [--sizes 1,3] [--large 8.2] [--folder DIR] [--only TEXT] [--no-record]
 
-Each case is an operation on a run of one table, rows of 64 float32 with the state of row-wise Adagrad, and is measured
-in a process of its own: RssAnon of /proc, every 3 ms.
+Each case is an operation on a run of one table, rows of 64 float32 with the state of row-wise Adagrad. A separate
+process runs it, whose RssAnon in /proc is sampled every 3 ms.
 
-- save, resume: the peak of saves, and of loading and the saves after it, less that of training. A whole save and
-  deltas with few changed rows and with all. Every policy of checkpoint.deltas, tiers hbm, cached and disk. On a disk
-  saves run beside training. Tables of --large are measured with these operations alone, those on a disk in a control
-  group of 3 GB, where a run that check_memory refuses passes too.
+- save, resume: the peak of saves, and of loading and the saves after it, above that of training. There is a whole
+  save, a delta with few changed rows and one with all. The policies are those of checkpoint.deltas, the tiers hbm,
+  cached and disk. With tier disk, saves run in the background of training. Tables of --large are measured with these
+  operations only. Those with tier disk run in a control group of 3 GB, where a refusal by check_memory passes too.
 - predict: the whole process, less the tables that it holds.
 - verify, compact, export: the whole process. import: the peak above that of the new model.
 
-Finished cases are kept in DIR/cases.json, and the same command goes on with the others. It says first how many hours
-and how much of the disk it needs. Appends to benchmarks/results.csv, and exits with 1 where a case takes more than
-512 MB.
+Finished cases are kept in DIR/cases.json, and the same command continues with the rest. It first prints how many hours
+and how much disk it needs. It appends to benchmarks/results.csv, and exits with 1 if a case takes more than 512 MB.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ DISK_SHARE, LARGE_DISK_SHARE = 6.5, 4.5
 MOVED_SHARE, LARGE_MOVED_SHARE = 14, 8
 """Bytes that the processes of a run read or write, likewise."""
 BYTES_PER_S, START_S = 0.25e9, 12.0
-"""What they were moved at on two cores that others used too; and what each process takes beside."""
+"""Measured rate of reads and writes on two shared cores, and the start-up time of a process."""
 
 
 def is_large(run: Run) -> bool:
     return run.operations == ("save", "resume")
 
 
-def tell(runs: list[Run], kept: Kept, folder: Path) -> bool:
-    """Print what the cases that are missing need; whether the disk has it."""
+def print_needs(runs: list[Run], kept: Kept, folder: Path) -> bool:
+    """Print what the unfinished cases need; returns whether the disk has it."""
     missing = [run for run in runs if any(run.name(operation) not in kept for operation in run.operations)]
     seconds = sum(
         run.gigabytes * 1e9 * (LARGE_MOVED_SHARE if is_large(run) else MOVED_SHARE) / BYTES_PER_S
@@ -77,8 +76,8 @@ def measure(run: Run, kept: Kept, folder: Path) -> None:
                     measurement.measure(operation)
                 continue
             found = kept.get(name, lambda operation=operation: measurement.measure(operation))
-            told = "refused by check_memory" if "refused" in found else f"{found['more'] / 1e6:,.0f} MB more"
-            print(f"  {name}: {told}", flush=True)
+            result = "refused by check_memory" if "refused" in found else f"{found['more'] / 1e6:,.0f} MB more"
+            print(f"  {name}: {result}", flush=True)
     finally:
         measurement.close()
 
@@ -95,7 +94,7 @@ def main() -> None:
     sizes, large = ([float(size) for size in text.split(",") if size] for text in (options.sizes, options.large))
     kept = Kept(options.folder / "cases.json")
     runs = [run for run in runs_of(sizes, large) if any(options.only in run.name(o) for o in run.operations)]
-    if not tell(runs, kept, options.folder):
+    if not print_needs(runs, kept, options.folder):
         sys.exit("make room on the disk, or name another --folder")
     is_good = True
     for run in runs:

@@ -84,7 +84,7 @@ class Measurement:
         self._is_refused = False
 
     def measure(self, operation: str) -> Mapping[str, Any]:
-        """Peak of the operation and of what it is held against, in bytes; or why it was refused."""
+        """Return the peaks of the operation and of its baseline, in bytes, or why it was refused."""
         if self._is_refused:
             return {"refused": True}
         with ExitStack() as held:
