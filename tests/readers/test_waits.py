@@ -96,8 +96,8 @@ def read_all(reader: BatchReader, pause_s: float = 0.0) -> tuple[float, RowWait,
 
 SLOW = {
     "storage_s": (part_files, "io", SlowFiles),
-    "decode_s": (decoding, "check_values", slowed(decoding.check_values, 0.06)),
-    "wire_s": (reading, "to_record_batch", slowed(reading.to_record_batch, 0.1)),
+    "decode_s": (decoding, "check_values", slowed(decoding.check_values, 0.15)),
+    "wire_s": (reading, "to_record_batch", slowed(reading.to_record_batch, 0.25)),
 }
 
 
