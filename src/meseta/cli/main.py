@@ -83,13 +83,13 @@ def _show_version(asked: bool) -> bool:
 
 @app.callback()
 def options(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the versions and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Train recommendation models whose embedding tables are larger than one device."""
-    if context.invoked_subcommand in USES_TORCH and "RANK" not in variables and "--help" not in sys.argv:
+    command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    if command in USES_TORCH and "RANK" not in variables and "--help" not in sys.argv:
         check_start_memory(1)
 
 
