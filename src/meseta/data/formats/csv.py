@@ -103,7 +103,7 @@ class Csv(TextFormat):
         if asked.schema:
             layout = text_layout_of(where, asked.schema, names)
             check_names(where, layout.columns, names)
-            sample = self._sample(sources, layout.plain_labels)
+            sample = self._sample(sources, layout.plain_labels) if layout.plain_labels else {}
         else:
             sample = self._sample(sources, names)
             known, lists = self._typed(source, sample)

@@ -51,6 +51,8 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
             )
     types = layout.reasons
     layout = replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
+    if not layout.plain_labels:
+        return layout
     sample = parquet_sample(sources, layout.plain_labels)
     return with_signed_labels(layout, {name: _texts(sample.column(name)) for name in layout.plain_labels})
 
