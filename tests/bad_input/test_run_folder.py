@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from bad_input.cases import change_value
 from bad_input.commands import run_here, small_files, tree, within
 from checkpoint.simulated import flip_middle
 from meseta.machine.locks import FolderLock
+from meseta.ops.row_file.scratch_file import ScratchFile, remove_leftovers
 from meseta.spec import MesetaError
 from sampling import product, sample
 from small_run import environment, final_checksum, metrics, settings, train, write_config
@@ -135,6 +137,7 @@ def test_the_second_run_in_a_folder_is_refused(tiny: Path, run: Path) -> None:
     program = f"""
 from pathlib import Path
 from meseta.machine.locks import FolderLock
+from meseta.ops.row_file.scratch_file import ScratchFile, remove_leftovers
 FolderLock(Path({str(run)!r})).acquire()
 print(flush=True)
 input()
@@ -171,6 +174,39 @@ def test_a_lock_is_kept_by_one_object_and_given_back(tmp_path: Path) -> None:
     second.release()
     second.release()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EINTR])
+def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Whether another process holds it is unknown: nobody goes on, and no file counts as a leftover."""
+    scratch = ScratchFile(tmp_path, "mine", "table 'user'")
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        FolderLock(tmp_path).acquire()
+    assert remove_leftovers(tmp_path) == [] and scratch.path.exists()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(MesetaError, match="table 'item': its file in"):
+        ScratchFile(tmp_path, "other", "table 'item'")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A run goes on there, and nothing is taken for a leftover."""
+    scratch = ScratchFile(tmp_path, "mine", "table 'user'")
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert remove_leftovers(tmp_path) == [] and scratch.path.exists()
 
 
 def test_a_refused_run_gives_the_lock_back(tiny: Path, run: Path) -> None:

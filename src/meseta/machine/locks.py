@@ -15,14 +15,24 @@ from meseta.errors import MesetaError
 
 NAME = ".lock"
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+"""What flock(2) answers on file systems without locks; EBADF is NFS about a folder."""
+
 
 def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
-    """Lock an open file or folder; whether nobody else has. A file system without locks locks nothing, and answers
-    `without_locks`."""
+    """Try to lock an open file or folder with flock(2); returns False if another process holds the lock.
+
+    Returns `without_locks` on a file system without locks. Raises OSError if the call fails otherwise, as with EIO:
+    then it is not known whether another process holds the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return without_locks and error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+        return without_locks
     return True
 
 

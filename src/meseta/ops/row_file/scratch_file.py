@@ -31,18 +31,28 @@ class ScratchFile:
         self.path = folder / f"{file_name(name)[:100]}.{_host()[:60]}.{os.getpid()}.{secrets.token_hex(4)}{SUFFIX}"
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
+            _lock_new(self.path, self.descriptor)
         except OSError as error:
             raise MesetaError(
                 f"{owner}: its file in {str(folder)!r} cannot be made ({one_line(error)}); "
                 f"set storage.dir to a folder that can be written, on a disk with room"
             ) from None
-        try_lock(self.descriptor)
         add_scratch(self.path)
         self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
 
     def close(self) -> None:
         """Close and remove it; a second call does nothing. At the end of the interpreter it is called too."""
         self._end()
+
+
+def _lock_new(path: Path, descriptor: int) -> None:
+    """Lock a new file. Without a lock another process could take it for a leftover, so a failure removes it."""
+    try:
+        try_lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _remove(path: Path, descriptor: int, process: int) -> None:
@@ -78,5 +88,7 @@ def _is_left(path: Path) -> bool:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
             return False
         return try_lock(descriptor, without_locks=False)
+    except OSError:
+        return False
     finally:
         os.close(descriptor)
