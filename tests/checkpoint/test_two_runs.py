@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,16 @@ STEPS = {"same": ([2, 3], [2, 3]), "other": ([2, 4], [3, 5])}
 """Steps at which two runs save."""
 
 
-class Inline:
+class Inline(Executor):
     """An executor that runs everything in the calling thread."""
 
     def __init__(self, max_workers: int) -> None:
         """As that of the library."""
 
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass  # nothing runs
-
-    def submit(self, action: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, action: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
-            done.set_result(action(*args))
+            done.set_result(action(*args, **options))
         except Exception as error:
             done.set_exception(error)
         return done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -231,7 +231,7 @@ def _write_blocks(
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards, options: SaveOptions) -> None:
+    def __init__(self, growing: Location, pool: Executor, local: LocalShards, options: SaveOptions) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._growing = growing
         self._pool = pool
