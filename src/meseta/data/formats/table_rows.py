@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -13,6 +14,7 @@ from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
 from meseta.data.schema.labels import label_values
 from meseta.data.weights import WEIGHT_RULE, is_weight
+from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.spec import MesetaError
 
 
@@ -45,7 +47,7 @@ def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
         num_not_finite=tuple(number for _, number in dense),
         sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
-        group=None if layout.group is None else group_keys(columns.texts(layout.group)),
+        group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
         time=None if layout.time is None else _time(columns, layout.time),
         numbers=[_finite(columns, name) for name in layout.surveyed],
     )
@@ -120,9 +122,19 @@ def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_ro
         return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
     if column.cross:
         return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
-    return columns.sparse(column)
+    sparse = columns.sparse(column)
+    if not layout.has_whole_numbers(column.raw):
+        return sparse
+    return replace(sparse, values=respell_whole_numbers(sparse.values))
 
 
 def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
     buckets = layout.buckets_of(name)
-    return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)
+    if buckets is None:
+        return _texts(columns, layout, name)
+    return bucket_rows(_finite(columns, name), buckets.boundaries)
+
+
+def _texts(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
+    texts = columns.texts(name)
+    return respell_whole_numbers(texts) if layout.has_whole_numbers(name) else texts

@@ -115,6 +115,7 @@ class Surveyor:
             label_rules=self.layout.label_rules if several else (),
             dense=(),
             sparse=(),
+            whole_numbers=self.layout.whole_numbers,
             group=self.layout.group if self.splitter.by == "group" else None,
             time=self.layout.time if self.splitter.by == "time" else None,
             surveyed=tuple(columns),

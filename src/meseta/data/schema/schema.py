@@ -49,6 +49,8 @@ class Schema(BaseModel):
     """Columns under `dense` whose negative values count; those of others are taken for 0."""
     categorical: list[str] = []
     """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
+    whole_numbers: list[str] = []
+    """Columns of categories, or of the group, in which 12, 12.0, +12 and 1.2e1 are one value."""
     multi_valued: dict[str, str] = {}
     """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
     weights: dict[str, str] = {}
@@ -129,6 +131,8 @@ def _problem(schema: Schema) -> str | None:
     twice = sorted(doubled(roles))
     if twice:
         return f"column {twice[0]!r} is named twice; give it one role"
+    if problem := _problem_of_whole_numbers(schema):
+        return problem
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
             if name not in categorical:
@@ -147,7 +151,7 @@ def _problem(schema: Schema) -> str | None:
 
 
 def _problem_of_dense(schema: Schema) -> str | None:
-    for key in ("dense", "categorical", "signed"):
+    for key in ("dense", "categorical", "signed", "whole_numbers"):
         if twice := sorted(doubled(getattr(schema, key))):
             return f"key {key!r}: column {twice[0]!r} is named twice"
     dense = {*schema.dense}
@@ -157,6 +161,15 @@ def _problem_of_dense(schema: Schema) -> str | None:
     for name in schema.dense:
         if name in schema.multi_valued or name in schema.weights:
             return f"column {name!r} is under dense, so it holds one number a row; take it from multi_valued or weights"
+    return None
+
+
+def _problem_of_whole_numbers(schema: Schema) -> str | None:
+    values = {name for names in schema.crosses.values() for name in names} - {*schema.buckets}
+    values |= {*schema.categorical, schema.group}
+    for name in schema.whole_numbers:
+        if name not in values:
+            return f"key 'whole_numbers': column {name!r} holds no category and no group; name it under categorical"
     return None
 
 
@@ -213,6 +226,7 @@ def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: 
         dense=tuple(schema.dense),
         signed=tuple(name for name in schema.dense if name in signed),
         sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
+        whole_numbers=tuple(schema.whole_numbers),
         weight=schema.weight,
         group=schema.group,
         time=schema.time,
@@ -239,6 +253,7 @@ def schema_text(layout: RawLayout) -> str:
         "dense": layout.dense,
         "signed": layout.signed,
         "categorical": tuple(column.raw for column in plain),
+        "whole_numbers": layout.whole_numbers,
         "ignore": tuple(name for name in layout.ignored if name),
     }
     weights = {c.name: c.weight or c.weight_separator for c in plain}
@@ -251,7 +266,7 @@ def schema_text(layout: RawLayout) -> str:
     for key, names in lists.items():
         lines += [f"{key}:"] if names else []
         for name in names:
-            reason = None if key == "signed" else reasons.get(name)
+            reason = None if key in ("signed", "whole_numbers") else reasons.get(name)
             if key == "categorical" and name in both:
                 reason = f"under dense too; this feature is called {both[name]}"
             lines.append(_line(f"  - {_scalar(name)}", reason))
