@@ -78,9 +78,7 @@ def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in names if name not in present]
 
 
-def _guessed(
-    sources: Sequence[Source], named: NamedColumns
-) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
+def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
     """The schema, the reasons for it, and sampled values of the columns."""
     schema = parquet_schema(sources[0])
     where = f"source {str(sources[0].path)!r}"
@@ -185,7 +183,11 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
         (layout.plain_labels, lambda kind: is_text(kind) or _is_number(kind), "hold numbers or words, to be a label"),
         ([layout.time], lambda kind: _is_moment(kind) or is_text(kind) or _is_number(kind), "be a time"),
         ([layout.group], lambda kind: is_text(kind) or _is_number(kind), "hold strings or integers"),
-        (crossed, lambda kind: is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
+        (
+            crossed,
+            lambda kind: is_text(kind) or pa.types.is_integer(kind) or is_fraction(kind),
+            "hold strings or whole numbers to be crossed",
+        ),
     ]
     for names, holds, rule in rules:
         for name in names:

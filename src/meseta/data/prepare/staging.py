@@ -87,8 +87,8 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns:
     `columns`: the schema that was inferred, which another version may infer otherwise.
 
     A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a read that fails) it stays if
-    something was committed, and the next call with equal `record`, `columns` and `force`, on a machine that was not restarted
-    since, is given it with that state. It may be complete already; then there is nothing to write.
+    something was committed, and the next call with equal `record`, `columns` and `force`, on a machine that was not
+    restarted since, is given it with that state. It may be complete already; then there is nothing to write.
 
     Raises MesetaError where `out` exists, unless `force` and it is a prepared dataset or empty, where `out`.tmp is not
     a leftover of an earlier run, and where another process is at work on it.

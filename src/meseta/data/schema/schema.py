@@ -165,8 +165,8 @@ def _problem_of_dense(schema: Schema) -> str | None:
 
 
 def _problem_of_whole_numbers(schema: Schema) -> str | None:
-    values = {name for names in schema.crosses.values() for name in names} - {*schema.buckets}
-    values |= {*schema.categorical, schema.group}
+    crossed = {name for names in schema.crosses.values() for name in names} - {*schema.buckets}
+    values = crossed | {*schema.categorical, schema.group}
     for name in schema.whole_numbers:
         if name not in values:
             return f"key 'whole_numbers': column {name!r} holds no category and no group; name it under categorical"
