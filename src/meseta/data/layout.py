@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meseta.data.dataset.dataset import LabelRule
+from meseta.data.number_format import NumberFormat
 
 MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
@@ -95,6 +96,8 @@ class RawLayout:
     """Dense columns whose negative values count; those of others are taken for 0."""
     whole_numbers: tuple[str, ...] = ()
     """Raw columns of categories or of the group in which every spelling of a whole number is one value."""
+    number_format: NumberFormat | None = None
+    """How text spells numbers; `None`: as 1234.5."""
     weight: str | None = None
     """Weights of the samples."""
     group: str | None = None

@@ -179,7 +179,11 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     check_names(where, layout.columns, schema.names)
     crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
-        ([name for name in layout.numbers if name not in layout.plain_labels], _is_number, "be a number"),
+        (
+            [name for name in layout.numbers if name not in layout.plain_labels],
+            lambda kind: _is_number(kind) or (layout.number_format is not None and is_text(kind)),
+            "be a number",
+        ),
         (layout.plain_labels, lambda kind: is_text(kind) or _is_number(kind), "hold numbers or words, to be a label"),
         ([layout.time], lambda kind: _is_moment(kind) or is_text(kind) or _is_number(kind), "be a time"),
         ([layout.group], lambda kind: is_text(kind) or _is_number(kind), "hold strings or integers"),

@@ -15,6 +15,7 @@ from meseta.data.formats.parquet_layout import is_fraction, is_text
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.number_format import NumberFormat
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NULLS, number_of
 from meseta.data.whole_numbers import respell_whole_numbers
@@ -36,8 +37,17 @@ class _ParquetColumns:
 
     def numbers(self, name: str) -> pa.Array:
         column = self.batch.column(name)
-        if is_text(column.type):  # the layout allows that for labels alone
-            return _numbers_of_texts(_as_strings(column))
+        if is_text(column.type):  # the layout allows that for labels, and if a format of numbers is given
+            number_format = self.layout.number_format
+            if name in self.layout.plain_labels:
+                return _numbers_of_texts(_as_strings(column), number_format)
+            plain = (number_format or NumberFormat()).plain_numbers(column)
+            texts = [text.decode(errors="replace") for text in plain.to_pylist()]
+            numbers = [None if text in NULLS else number_of(text) for text in texts]
+            for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
+                if number is None and text not in NULLS:
+                    raise self.error(row, name, "is not a number")
+            return pa.array(numbers, pa.float64())
         return column.cast(pa.float64(), safe=False)
 
     def times(self, name: str) -> pa.Array:
@@ -89,15 +99,16 @@ class _ParquetColumns:
         return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
 
 
-def _numbers_of_texts(texts: pa.Array) -> pa.Array:
+def _numbers_of_texts(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
     """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
     try:
         texts = label_numbers(texts.cast(pa.string()))
+        texts = texts if number_format is None else number_format.plain_numbers(texts).cast(pa.string())
         return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
     except pa.ArrowInvalid:
         if not pa.types.is_string(texts.type):
             texts = pa.array([value.decode(errors="replace") for value in texts.to_pylist()], pa.string())
-            return _numbers_of_texts(texts)
+            return _numbers_of_texts(texts, number_format)
         numbers = [math.nan if text in MISSING else number_of(text) for text in label_numbers(texts).to_pylist()]
         return pa.array([math.inf if number is None else number for number in numbers], pa.float64())
 

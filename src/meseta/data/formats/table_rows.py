@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.data.formats.parquet_layout import is_text
 from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
@@ -48,7 +49,7 @@ def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
         sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
-        time=None if layout.time is None else _time(columns, layout.time),
+        time=None if layout.time is None else _time(columns, layout, layout.time),
         numbers=[_finite(columns, name) for name in layout.surveyed],
     )
 
@@ -105,9 +106,11 @@ def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
     return weight.astype(np.float32)
 
 
-def _time(columns: RowColumns, name: str) -> NDArray[np.float64]:
+def _time(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float64]:
     column = columns.times(name)
     try:
+        if layout.number_format is not None and is_text(column.type):
+            return seconds_of_column(layout.number_format.plain(column))
         return seconds_of_column(column)
     except pa.ArrowInvalid:
         rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
@@ -125,7 +128,7 @@ def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_ro
     sparse = columns.sparse(column)
     if not layout.has_whole_numbers(column.raw):
         return sparse
-    return replace(sparse, values=respell_whole_numbers(sparse.values))
+    return replace(sparse, values=_respelled(sparse.values, layout))
 
 
 def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
@@ -137,4 +140,8 @@ def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
 
 def _texts(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
     texts = columns.texts(name)
-    return respell_whole_numbers(texts) if layout.has_whole_numbers(name) else texts
+    return _respelled(texts, layout) if layout.has_whole_numbers(name) else texts
+
+
+def _respelled(texts: pa.Array, layout: RawLayout) -> pa.Array:
+    return respell_whole_numbers(texts if layout.number_format is None else layout.number_format.plain(texts))

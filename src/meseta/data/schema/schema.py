@@ -21,6 +21,7 @@ from meseta.data.layout import (
     RawLayout,
     SparseColumn,
 )
+from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
 from meseta.errors import doubled
 from meseta.machine.yaml_text import parse_yaml
@@ -51,6 +52,12 @@ class Schema(BaseModel):
     """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
     whole_numbers: list[str] = []
     """Columns of categories, or of the group, in which 12, 12.0, +12 and 1.2e1 are one value."""
+    decimal: str | None = None
+    """Text: the sign before the fraction of a number, such as ","."""
+    thousands: str | None = None
+    """Text: the sign between groups of digits of a number, such as "."."""
+    strip: str | None = None
+    """Text: characters around a number that are left out, such as "€%"."""
     multi_valued: dict[str, str] = {}
     """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
     weights: dict[str, str] = {}
@@ -72,6 +79,13 @@ class Schema(BaseModel):
     def label_names(self) -> tuple[str, ...]:
         """The labels, however many."""
         return tuple(self.labels) if self.label is None else (self.label,)
+
+    @property
+    def number_format(self) -> NumberFormat | None:
+        """How text spells numbers. Raises ValueError for signs that leave the value of a number open."""
+        keys = {key: sign for key in ("decimal", "thousands", "strip") if (sign := getattr(self, key)) is not None}
+        number_format = NumberFormat(**keys)
+        return None if number_format == NumberFormat() else number_format
 
     @property
     def columns(self) -> list[str]:
@@ -145,6 +159,10 @@ def _problem(schema: Schema) -> str | None:
             )
     if schema.delimiter is not None and (problem := delimiter_problem(schema.delimiter)):
         return f"key 'delimiter': {schema.delimiter!r} {problem}"
+    try:
+        _ = schema.number_format
+    except ValueError as error:
+        return f"key {error}"
     if len(schema.header) == 1 or not all(schema.header):
         return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
     return _problem_of_buckets(schema) or _problem_of_crosses(schema)
@@ -227,6 +245,7 @@ def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: 
         signed=tuple(name for name in schema.dense if name in signed),
         sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
         whole_numbers=tuple(schema.whole_numbers),
+        number_format=schema.number_format,
         weight=schema.weight,
         group=schema.group,
         time=schema.time,
@@ -273,6 +292,7 @@ def schema_text(layout: RawLayout) -> str:
         if key == "categorical":
             lines += _mappings(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
+    lines += [] if layout.number_format is None else layout.number_format.keys
     lines += [] if layout.encoding in (None, "utf-8") else [f"encoding: {layout.encoding}"]
     lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
     return "\n".join(lines) + "\n"
