@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
+from meseta.data.formats.plain_numbers import plain_numbers, plain_texts
 from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.like import LikeOptions, prepare_like
@@ -60,7 +61,7 @@ def spelled(draw: st.DrawFn, number: Decimal, form: NumberFormat) -> str:
 
 def plain(form: NumberFormat, texts: list[str], kind: pa.DataType | None = None) -> list[str]:
     values = pa.array([text.encode() for text in texts], kind or pa.binary())
-    return [value.decode() for value in form.plain_numbers(values).to_pylist()]
+    return [value.decode() for value in plain_numbers(form, values).to_pylist()]
 
 
 @given(st.data(), formats(), st.lists(NUMBERS, max_size=10))
@@ -72,7 +73,7 @@ def test_each_spelling_has_the_value_of_the_number(
     assert [Decimal(text) for text in found] == numbers
     assert pa.array(found, pa.string()).cast(pa.float64()).to_pylist() == [float(number) for number in numbers]
     assert plain(form, texts, pa.large_binary()) == found and all(map(form.is_number, texts))
-    assert form.plain(pa.array(texts, pa.string())).to_pylist() == [text.encode() for text in found]
+    assert plain_texts(form, pa.array(texts, pa.string())).to_pylist() == [text.encode() for text in found]
 
 
 @given(formats(), st.lists(st.text("0123456789.,'+-eE €%$ \u00a0na", max_size=9), max_size=10))

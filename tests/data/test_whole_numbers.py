@@ -24,6 +24,7 @@ from meseta.data.dataset.encoding import Encoding, difference
 from meseta.data.formats.values import group_keys
 from meseta.data.prepare import prepare, read_layout
 from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.new_rows import NewRows
 from meseta.data.schema.number_spelling import holds_whole_numbers
 from meseta.data.schema.schema import schema_text
 from meseta.data.whole_numbers import reference, respell_whole_numbers
@@ -342,3 +343,34 @@ def test_lists_of_whole_doubles_are_ids_and_others_are_left_out(tmp_path: Path, 
 def test_bad_keys_are_named(tmp_path: Path, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(MesetaError, match=re.escape(message)):
         prepared(tmp_path, "csv", rows(), {**SCHEMA, **schema})
+
+
+def test_keys_of_new_rows_keep_the_raw_text(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, "csv", rows(), SCHEMA)
+    (tmp_path / "new.csv").write_bytes(csv_of(rows(), as_double))
+    [part] = NewRows(Dataset.load(folder), [f"{tmp_path}/new.csv"], keys=["user"]).read()
+    assert part.keys is not None and part.keys["user"].to_pylist() == [as_double(row["user"]) for row in rows()]
+    assert part.batch["user"].to_pylist() == ids(folder)
+
+
+def test_recipes_and_splits_by_group_go_by_the_numbers(tmp_path: Path) -> None:
+    """Rows of one group are spelled in two ways and stay in one split; the survey of quantiles reads groups as well."""
+    half = csv_of(rows()[:60], usual) + csv_of(rows()[60:], as_double).partition(b"\n")[2]
+    lines = [line.split(",") for line in half.decode().splitlines()]
+    (tmp_path / "log.csv").write_text("\n".join(";".join(field.replace(".", ",") for field in line) for line in lines))
+    keys = {**SCHEMA, "multi_valued": {"tags": "|"}, "decimal": ",", "delimiter": ";", "buckets": {"price": 3}}
+    (tmp_path / "schema.yaml").write_text(json.dumps(keys))
+    options: dict[str, Any] = {
+        "sources": [f"{tmp_path}/log.csv"], "schema": tmp_path / "schema.yaml",
+        "split_by": "group", "test_fraction": 0.3,
+    }  # fmt: skip
+    whole = prepare(PrepareOptions(out=tmp_path / "whole", **options))
+    recipe = prepare(PrepareOptions(out=tmp_path / "recipe", recipe_only=True, **options))
+    groups = [{*pq.read_table(tmp_path / "whole" / split)["user.group"].to_pylist()} for split in ("train", "test")]
+    assert not groups[0] & groups[1] and all(groups)
+    for split in ("train", "test"):
+        one, other = (
+            next(iter(Reader(dataset, split, ReaderOptions(batch_size=200)).epoch())) for dataset in (whole, recipe)
+        )
+        assert one.sparse.values.tolist() == other.sparse.values.tolist()
+        assert one.dense.tolist() == other.dense.tolist()

@@ -18,6 +18,7 @@ from pyarrow import csv as arrow_csv
 
 from meseta.data.formats.csv_records import header_names, read_header, records
 from meseta.data.formats.format import Block
+from meseta.data.formats.plain_numbers import plain_number, plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
@@ -133,7 +134,7 @@ class CsvColumns:
     def plain_numbers(self, texts: pa.Array) -> pa.Array:
         """Return numbers, string [n], without the signs of the format."""
         number_format = self.layout.number_format
-        return texts if number_format is None else number_format.plain_numbers(texts).cast(pa.string())
+        return texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name)
@@ -254,7 +255,7 @@ def rule_broken(text: str, *, is_label: bool, number_format: NumberFormat | None
     """The rule that a number does not keep as a text; that of its size is checked where it is one."""
     if text in MISSING or (is_label and _is_word(text)):
         return None
-    plain = text if number_format is None else number_format.plain_number(text)
+    plain = text if number_format is None else plain_number(number_format, text)
     number = _number(plain.encode())
     if math.isnan(number):
         hint = format_hint([text])

@@ -12,6 +12,7 @@ import pyarrow as pa
 from meseta.data.formats.format import Block
 from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of, texts_of
 from meseta.data.formats.parse_csv import CsvColumns, rule_broken
+from meseta.data.formats.plain_numbers import plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.number_format import NumberFormat
@@ -45,7 +46,7 @@ def _plain_numbers(texts: Sequence[str], number_format: NumberFormat | None) -> 
     """Return texts of numbers without the signs of the format; numbers of JSON have none."""
     spelled = [text.encode(errors="surrogatepass") for text in texts]
     plain = (
-        spelled if number_format is None else number_format.plain_numbers(pa.array(spelled, pa.binary())).to_pylist()
+        spelled if number_format is None else plain_numbers(number_format, pa.array(spelled, pa.binary())).to_pylist()
     )
     return [
         text if isinstance(text, Literal) else number.decode(errors="surrogatepass")

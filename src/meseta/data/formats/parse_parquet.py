@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from meseta.data.formats.format import Block
 from meseta.data.formats.parquet_layout import is_fraction, is_text
+from meseta.data.formats.plain_numbers import plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
@@ -41,7 +42,7 @@ class _ParquetColumns:
             number_format = self.layout.number_format
             if name in self.layout.plain_labels:
                 return _numbers_of_texts(_as_strings(column), number_format)
-            plain = (number_format or NumberFormat()).plain_numbers(column)
+            plain = plain_numbers(number_format or NumberFormat(), column)
             texts = [text.decode(errors="replace") for text in plain.to_pylist()]
             numbers = [None if text in NULLS else number_of(text) for text in texts]
             for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
@@ -103,7 +104,7 @@ def _numbers_of_texts(texts: pa.Array, number_format: NumberFormat | None) -> pa
     """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
     try:
         texts = label_numbers(texts.cast(pa.string()))
-        texts = texts if number_format is None else number_format.plain_numbers(texts).cast(pa.string())
+        texts = texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
         return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
     except pa.ArrowInvalid:
         if not pa.types.is_string(texts.type):

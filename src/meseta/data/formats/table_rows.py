@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.formats.parquet_layout import is_text
+from meseta.data.formats.plain_numbers import plain_texts
 from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
@@ -110,7 +111,7 @@ def _time(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float
     column = columns.times(name)
     try:
         if layout.number_format is not None and is_text(column.type):
-            return seconds_of_column(layout.number_format.plain(column))
+            return seconds_of_column(plain_texts(layout.number_format, column))
         return seconds_of_column(column)
     except pa.ArrowInvalid:
         rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
@@ -144,4 +145,4 @@ def _texts(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
 
 
 def _respelled(texts: pa.Array, layout: RawLayout) -> pa.Array:
-    return respell_whole_numbers(texts if layout.number_format is None else layout.number_format.plain(texts))
+    return respell_whole_numbers(texts if layout.number_format is None else plain_texts(layout.number_format, texts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -36,8 +36,12 @@ def respell_whole_numbers(strings: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), len(strings), buffers)
 
 
-def are_whole_numbers(texts: Iterable[str]) -> bool:
+def are_whole_numbers(texts: Sequence[str]) -> bool:
     """Whether all texts spell whole numbers, among them those with zeros in front and those beyond 64 bits."""
-    data, offsets = string_buffers(pa.array([text.encode(errors="replace") for text in texts], pa.large_binary()))
+    try:
+        strings = pa.array(texts, pa.large_string())
+    except UnicodeEncodeError:  # surrogates, which JSON can hold
+        return False
+    data, offsets = string_buffers(strings)
     _, num_others = baseline_core().scan_whole_numbers(data, offsets)
     return bool(num_others == 0)
