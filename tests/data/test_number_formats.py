@@ -132,6 +132,10 @@ def test_other_text_has_no_hint(values: list[str]) -> None:
     assert format_hint(values * 10) is None
 
 
+def test_long_texts_have_no_hint_and_take_no_time() -> None:
+    assert format_hint([" " * 10**6 + "1,5"]) is None
+
+
 def test_a_sign_that_may_be_either_names_both() -> None:
     assert format_hint(["1,234", "5,678"]) == 'decimal: "," or thousands: ","'
     assert format_hint(["1,25 €", "3,50 €"]) == 'decimal: ",", strip: "€"'

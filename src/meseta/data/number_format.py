@@ -12,6 +12,7 @@ from functools import cached_property
 from pydantic import ConfigDict
 
 _SPACES = (" ", "\t", "\u00a0", "\u202f")
+_MAX_CHARACTERS = 100
 _ALMOST_ALL = 0.95
 _MOST = 0.8
 _FIRST_VALUES, _HINT_VALUES = 20, 500
@@ -58,7 +59,8 @@ class NumberFormat:
 
     def is_number(self, text: str) -> bool:
         """Whether a text is a number in this format."""
-        return self._compiled.fullmatch(text) is not None
+        # Python's re needs quadratic time for many spaces.
+        return len(text) <= _MAX_CHARACTERS and self._compiled.fullmatch(text) is not None
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
