@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -10,17 +9,16 @@ from meseta.data.layout import RawLayout
 from meseta.data.schema.guess import MISSING
 from meseta.data.whole_numbers import are_whole_numbers
 
+_MISSING = frozenset(MISSING)
 _FIRST_VALUES = 20
 """Values that are looked at before all are: of most columns of text, the first tells."""
 
 
 def holds_whole_numbers(values: Iterable[str]) -> bool:
     """Whether there are values that are not missing, and all of them are whole numbers."""
-    present = dict.fromkeys(values)
-    for missing in MISSING:
-        present.pop(missing, None)
-    first = list(itertools.islice(present, _FIRST_VALUES))
-    return bool(first) and are_whole_numbers(first) and are_whole_numbers(list(present))
+    present = [value for value in values if value not in _MISSING]
+    first = present[:_FIRST_VALUES]
+    return bool(first) and are_whole_numbers(first) and are_whole_numbers(present)
 
 
 def with_whole_numbers(layout: RawLayout, sample: Mapping[str, Iterable[str]]) -> RawLayout:
