@@ -28,6 +28,7 @@ void bind_row_lookup(nanobind::module_& m);
 void bind_row_update(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
 void bind_weight_gradient(nanobind::module_& m);
+void bind_whole_numbers(nanobind::module_& m);
 
 NB_MODULE(MESETA_MODULE, m) {
   bind_allocator(m);
@@ -57,4 +58,5 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_row_update(m);
   bind_unique(m);
   bind_weight_gradient(m);
+  bind_whole_numbers(m);
 }

@@ -20,6 +20,18 @@ def hash_categories_to_rows(
 ) -> None:
     """As `hash_categories`, but write the high 64 bits of hash * num_rows, a row in 0..num_rows-1."""
 
+def scan_whole_numbers(data: NDArray[np.uint8], offsets: NDArray[np.int32] | NDArray[np.int64]) -> tuple[int, int]:
+    """Return how many strings `respell_whole_numbers` changes, and how many are no whole numbers."""
+
+def respell_whole_numbers(
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int32] | NDArray[np.int64],
+    out: NDArray[np.uint8],
+    out_offsets: NDArray[np.int64],
+) -> int:
+    """Write n strings, whole numbers in their usual spelling, to out by out_offsets [n + 1]. Return the bytes written;
+    a changed string needs room for 21."""
+
 def parse_tsv(
     raw: NDArray[np.uint8],
     label: NDArray[np.float32],

@@ -130,8 +130,45 @@ def encoding_of_parquet(place: Place) -> list[Any]:
     return ["prepare", place.folder / "log.parquet", "--out", place.folder / "out", "--encoding", "cp1252"]
 
 
+def with_schema(place: Place, keys: str) -> list[Any]:
+    (place.folder / "schema.yaml").write_text(f"label: label\ndense: [price]\ncategorical: [city]\n{keys}\n")
+    return place.prepare("log.csv", CSV.encode(), "--schema", place.folder / "schema.yaml")
+
+
+def fraction_in_a_list(place: Place) -> list[Any]:
+    lists = [[float(row), 3.0] for row in range(399)] + [[0.5]]
+    pq.write_table(pa.table({"label": [0, 1] * 200, "seen": lists}), place.folder / "log.parquet")
+    return ["prepare", place.folder / "log.parquet", "--out", place.folder / "out", "--sparse", "seen"]
+
+
+def whole_numbers_of_no_category(place: Place) -> list[Any]:
+    return with_schema(place, "whole_numbers: [price]")
+
+
+def number_with_a_decimal_comma(place: Place) -> list[Any]:
+    return place.prepare("log.csv", CSV.encode() + b'1,"12,50",c2\n', "--dense", "price")
+
+
+def sign_of_two_meanings(place: Place) -> list[Any]:
+    return with_schema(place, 'thousands: "."')
+
+
+def sign_of_several_characters(place: Place) -> list[Any]:
+    return with_schema(place, 'decimal: ",,"')
+
+
+def space_as_decimal_sign(place: Place) -> list[Any]:
+    return with_schema(place, 'decimal: " "')
+
+
+def sign_that_is_a_digit(place: Place) -> list[Any]:
+    return with_schema(place, 'strip: "€0"')
+
+
 SOURCES = (archive_of_several_files, encrypted_archive, archive_by_another_method, tar_archive, unread_compression)
 SOURCES += (compressed_twice, compressed_parquet, xz_of_much_memory, zstd_of_much_memory, lines_of_old_macs)
 SOURCES += (list_of_json, objects_of_several_lines, row_of_no_json, key_of_json_twice, large_integer_of_json)
 SOURCES += (object_in_a_row, keys_as_values, category_of_other_bytes, category_of_no_encoding, unknown_encoding)
 SOURCES += (encoding_of_host_names, encoding_of_parquet)
+SOURCES += (fraction_in_a_list, whole_numbers_of_no_category, number_with_a_decimal_comma, sign_of_two_meanings)
+SOURCES += (sign_of_several_characters, space_as_decimal_sign, sign_that_is_a_digit)

@@ -224,8 +224,8 @@ def test_parquet_has_its_own_rules(tmp_path: Path) -> None:
     pq.write_table(pa.table({"click": [0, 1], "age": [1.0, 2.0], "bag": [["a"], ["b"]]}), tmp_path / "log.parquet")
     for text, message in (
         ("categorical: [bag]\nmulti_valued: {bag: '|'}", "multi_valued is for CSV"),
-        ("categorical: [bag]\ncrosses: {x: [bag, age]}", "'bag' must hold strings or integers to be crossed, but is"),
-        ("categorical: [bag]\nbuckets: {age: [1]}\ncrosses: {x: [age, bag]}", "'bag' must hold strings or integers"),
+        ("categorical: [bag]\ncrosses: {x: [bag, age]}", "'bag' must hold strings or whole numbers to be crossed"),
+        ("categorical: [bag]\nbuckets: {age: [1]}\ncrosses: {x: [age, bag]}", "'bag' must hold strings or whole"),
         ("buckets: {bag: [1]}", "column 'bag' must be a number, but is list"),
     ):
         with pytest.raises(MesetaError, match=message):

@@ -35,6 +35,7 @@ PUBLIC = {
         ZIPF_EXPONENTS ZIPF_SHIFT category_codes encode_tsv find_world write_click_log zipf_probabilities zipf_ranks
     """,
     "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
+    "meseta.data.whole_numbers": "are_whole_numbers respell_whole_numbers",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """

@@ -140,8 +140,8 @@ class FollowingReader:
                 "part's; prepare all parts with --hash-rows"
             )
         self._first = self._first or kind
-        for key in ("labels", "weight", "group", "dense", "sparse"):
-            mine, theirs = self._first[key], kind[key]
+        for key in kind:
+            mine, theirs = self._first.get(key, []), kind[key]  # former versions kept no whole numbers
             if key == "dense":
                 mine, theirs = ([column[0] for column in columns] for columns in (mine, theirs))
             if mine != theirs:
@@ -177,4 +177,5 @@ def _kind(dataset: Dataset) -> dict[str, Any]:
             [f.name, f.num_embeddings, f.hash_seed, f.multi_valued, f.weighted, list(f.boundaries or ())]
             for f in dataset.sparse
         ],
+        "whole_numbers": sorted(dataset.source_form.whole_numbers) if dataset.source_form else [],
     }

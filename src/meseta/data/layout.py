@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meseta.data.dataset.dataset import LabelRule
+from meseta.data.number_format import NumberFormat
 
 MAX_BUCKETS = 1000
 """Most buckets that quantiles may cut a column into."""
@@ -93,6 +94,10 @@ class RawLayout:
     """How the labels that are not columns of labels are made."""
     signed: tuple[str, ...] = ()
     """Dense columns whose negative values count; those of others are taken for 0."""
+    whole_numbers: tuple[str, ...] = ()
+    """Raw columns of categories or of the group in which every spelling of a whole number is one value."""
+    number_format: NumberFormat | None = None
+    """How text spells numbers; `None`: as 1234.5."""
     weight: str | None = None
     """Weights of the samples."""
     group: str | None = None
@@ -186,10 +191,18 @@ class RawLayout:
         """Whether negative values of a dense column count."""
         return dense in self._signed
 
+    def has_whole_numbers(self, column: str) -> bool:
+        """Whether every spelling of a whole number in a raw column is one value."""
+        return column in self._whole_numbers
+
     # Asked once for each of thousands of columns.
     @cached_property
     def _buckets(self) -> dict[str, BucketRule]:
         return {s.buckets.column: s.buckets for s in reversed(self.sparse) if s.buckets}
+
+    @cached_property
+    def _whole_numbers(self) -> frozenset[str]:
+        return frozenset(self.whole_numbers)
 
     @cached_property
     def _signed(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from meseta.data.delimiter import delimiter_problem
+from meseta.data.number_format import NumberFormat
 from meseta.errors import doubled, reading_error, shown
 from meseta.machine.files import check_readable, first_alike, inner_fault, inside, json_text, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
@@ -234,6 +235,11 @@ class SourceForm(Record):
     """CSV: names of all columns, where files do not begin with them."""
     encoding: Annotated[str, AfterValidator(_check_codec)] | None = None
     """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
+    whole_numbers: tuple[ColumnName, ...] = ()
+    """Raw columns in which every spelling of a whole number is one value; in others, as of former versions, each
+    spelling in text is a value of its own."""
+    number_format: NumberFormat | None = None
+    """How text spells numbers; `None`: as 1234.5."""
     separators: dict[str, Sign] = {}
     """CSV: feature -> the separator of its values."""
     weights: dict[str, ColumnName] = {}
@@ -460,7 +466,8 @@ class Dataset(Record):
         document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
         # Earlier versions refuse keys that they do not know, so later keys are left out if they say nothing.
         parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
-        parts += [] if self.source_form is None else [(document["source_form"], "label_rules")]
+        if self.source_form is not None:
+            parts += [(document["source_form"], key) for key in ("label_rules", "whole_numbers", "number_format")]
         for part, key in parts:
             if not part[key]:
                 del part[key]

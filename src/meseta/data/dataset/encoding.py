@@ -26,6 +26,7 @@ _PARTS = {
     "vocabulary_digest": "vocabulary",
 }
 """Keys of a column in words, what tells most first."""
+_SAME = {True: "one value", False: "two values"}
 _SHOWN = 40
 """Characters of a value that a message shows."""
 
@@ -39,6 +40,8 @@ class Encoding(Record):
     """As `Dataset.label_source`."""
     label_rules: tuple[LabelRule, ...] = ()
     """As `SourceForm.label_rules`, of these labels."""
+    whole_numbers: tuple[str, ...] = ()
+    """As `SourceForm.whole_numbers`, of the columns that features are made of, in order of name."""
     dense: tuple[DenseFeature, ...]
     """In the order of the batch's columns."""
     sparse: tuple[SparseEncoding, ...]
@@ -51,10 +54,12 @@ class Encoding(Record):
         sparse = [SparseEncoding(**{key: getattr(feature, key) for key in keys}) for feature in dataset.sparse]
         form = dataset.source_form
         rules = [] if form is None else form.label_rules
+        made_of = {name for feature in dataset.sparse for name in feature.made_of or (feature.name,)}
         return Encoding(
             labels=dataset.labels,
             label_source=dataset.label_source,
             label_rules=tuple(rule for rule in rules if rule.name in (*dataset.labels, dataset.label_source)),
+            whole_numbers=tuple(sorted(made_of.intersection(form.whole_numbers if form else ()))),
             dense=dataset.dense,
             sparse=tuple(sparse),
         )
@@ -92,6 +97,11 @@ def difference(before: Encoding, now: Encoding) -> str | None:
     keep is taken to be equal, see `unknown`."""
     found = [*_of_labels(before, now), *_of_columns("dense column", before.dense, now.dense)]
     found += _of_columns("sparse feature", before.sparse, now.sparse)
+    found += [
+        f"column {name!r}, in which 12 and 12.0 were {_SAME[name in before.whole_numbers]} and are "
+        f"{_SAME[name in now.whole_numbers]} now"
+        for name in sorted({*before.whole_numbers} ^ {*now.whole_numbers})
+    ]
     if not found:
         return None
     return found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1:,} other differences)"

@@ -41,6 +41,7 @@ from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.guess import MISSING, Guess, is_header
 from meseta.data.schema.labels import with_signed_labels
+from meseta.data.schema.number_spelling import with_whole_numbers
 from meseta.data.schema.schema import check_names
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
@@ -108,7 +109,7 @@ class Csv(TextFormat):
             sample = self._sample(sources, names)
             known, lists = self._typed(source, sample)
             layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header, known=known)
-            layout = with_lists(layout, dict.fromkeys(lists, " "))
+            layout = with_whole_numbers(with_lists(layout, dict.fromkeys(lists, " ")), sample)
             check_names(where, layout.columns, names)
         layout = with_signed_labels(layout, sample)
         columns = layout.columns

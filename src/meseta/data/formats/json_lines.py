@@ -21,7 +21,9 @@ from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.guess import MISSING, Guess, other_outcome
 from meseta.data.schema.labels import with_signed_labels
+from meseta.data.schema.number_spelling import with_whole_numbers
 from meseta.data.schema.schema import Schema, check_names
+from meseta.data.whole_numbers import are_whole_numbers
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
@@ -29,6 +31,8 @@ _NAMES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 _MAX_SPARSE_KEYS = 200
 _MIN_DENSITY = 0.02
 """Share of the keys that a row has. A key that it lacks takes no bytes in the file, but memory in a block."""
+_SAMPLED_ITEMS = 50
+"""Values of a list that show whether it holds whole numbers."""
 _BLOCK_BYTES = 1 << 20
 """Of a block, whose rows are decoded to objects of Python."""
 _ONE_A_LINE = "write one object a line, as by jq -c"
@@ -76,6 +80,7 @@ class JsonLines(TextFormat):
         else:
             layout = guessed_text_layout(where, sample.texts, asked.named, has_names=True, known=sample.guesses())
             layout = with_lists(layout, dict.fromkeys(sample.lists))
+            layout = with_whole_numbers(layout, {**sample.texts, **sample.items})
         check_names(where, layout.columns, names)
         layout = with_signed_labels(layout, sample.texts)
         used = {*layout.columns}
@@ -157,6 +162,8 @@ class _Sample:
     """Single values; of lists and objects empty texts."""
     lists: dict[str, bool] = field(default_factory=dict)
     """Column of lists -> whether all their values are ids."""
+    items: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Column of lists -> the first values of each of its lists, once."""
     objects: dict[str, str] = field(default_factory=dict)
     """Column -> what an object or list is in it, or in a list in it."""
     num_rows: int = 0
@@ -210,8 +217,11 @@ class _Sample:
         if nested is not None:
             self.objects.setdefault(name, kind_of(nested))
         if isinstance(value, list):
-            holds_ids = not any(isinstance(item, Literal | dict | list) for item in value)
+            has_fractions = any(isinstance(item, Literal) for item in value)
+            texts = [text for item in value if (text := text_of(item)) is not None]
+            holds_ids = nested is None and (not has_fractions or are_whole_numbers(texts))
             self.lists[name] = self.lists.get(name, True) and holds_ids
+            self.items.setdefault(name, {}).update(dict.fromkeys(texts[:_SAMPLED_ITEMS]))
 
 
 def _layout_of_schema(where: str, schema: Schema, sample: _Sample) -> RawLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +120,7 @@ class Parquet(RawFormat):
             dense=list(layout.dense),
             signed=list(layout.signed),
             categorical=[column.raw for column in plain],
+            **({} if layout.number_format is None else asdict(layout.number_format)),
             weights={column.raw: column.weight for column in plain if column.weight is not None},
             buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},

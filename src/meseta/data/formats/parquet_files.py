@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from meseta.data.formats.format import Source, named_errors
 from meseta.data.formats.sample import NUM_PIECES, rows_per_file, spread
+from meseta.data.schema.guess import SAMPLE_ROWS
 from meseta.machine.remote import is_url, open_file
 
 
@@ -31,10 +32,10 @@ def parquet_schema(source: Source) -> pa.Schema:
         return file.schema_arrow
 
 
-def parquet_sample(sources: Sequence[Source], columns: Sequence[str]) -> pa.Table:
+def parquet_sample(sources: Sequence[Source], columns: Sequence[str], max_rows: int = SAMPLE_ROWS) -> pa.Table:
     """Some columns in the sampled rows of files that have them. Raises MesetaError for a damaged file."""
     chosen = spread(sources)
-    num_rows = rows_per_file(len(columns), len(chosen))
+    num_rows = min(rows_per_file(len(columns), len(chosen)), -(-max_rows // len(chosen)))
     tables = [_sampled_rows(source, columns, num_rows) for source in chosen]
     return pa.concat_tables(tables, promote_options="permissive")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from meseta.data.formats.format import Source
 from meseta.data.formats.parquet_files import parquet_sample, parquet_schema
@@ -21,12 +22,15 @@ from meseta.data.schema.guess import (
     other_outcome,
 )
 from meseta.data.schema.labels import raw_label_columns, with_signed_labels
+from meseta.data.schema.number_spelling import holds_whole_numbers, with_whole_numbers
 from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
 from meseta.spec import MesetaError
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the labels of rows."""
+_LIST_ROWS = 1000
+"""Sampled rows of columns of lists."""
 
 
 def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
@@ -37,8 +41,9 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     """
     first, *others = sources
     reasons: dict[str, str] = {}
+    texts: dict[str, list[str]] = {}
     if schema is None:
-        schema, reasons = _guessed(sources, named)
+        schema, reasons, texts = _guessed(sources, named)
         expected = parquet_schema(first).names if others else []
         for source in others:
             _check_same_columns(source, first, expected)
@@ -49,6 +54,7 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
                 f"source {str(source.path)!r} has other columns than {str(first.path)!r}: some are lists in one file "
                 "only; leave such a column out with --ignore, or the file"
             )
+    layout = with_whole_numbers(layout, texts) if texts else layout
     types = layout.reasons
     layout = replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
     if not layout.plain_labels:
@@ -72,8 +78,8 @@ def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in names if name not in present]
 
 
-def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str]]:
-    """The schema and the reasons for it."""
+def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
+    """The schema, the reasons for it, and sampled values of the columns."""
     schema = parquet_schema(sources[0])
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
@@ -90,6 +96,10 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
     scalars = [field.name for field in free if _is_scalar(field.type)]
     sample = parquet_sample(sources, scalars)
     texts = {name: _texts(sample.column(name)) for name in scalars}
+    lists = [field.name for field in free if _is_list(field.type) and _may_be_ids(field.type.value_type)]
+    if lists:
+        sample = parquet_sample(sources, lists, _LIST_ROWS)
+        texts |= {name: _texts(_distinct_items(sample.column(name))) for name in lists}
     guesses = {
         field.name: chosen.get(field.name) or _guess(field, texts.get(field.name), weights.get(field.name))
         for field in free
@@ -100,7 +110,7 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
         if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
     }
     signed = [name for name, values in texts.items() if has_negative(values)]
-    return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses)
+    return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses), texts
 
 
 def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) -> Guess:
@@ -118,6 +128,8 @@ def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) ->
         item = kind.value_type
         if is_text(item) or pa.types.is_integer(item) or is_pair(item):
             return other_outcome(field.name) or Guess("categorical", "lists of ids")
+        if is_fraction(item) and holds_whole_numbers(texts or ()):
+            return other_outcome(field.name) or Guess("categorical", "lists of ids, all of them whole numbers")
         return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
     if texts is None:
         return Guess("ignore", "no feature holds that")
@@ -126,14 +138,14 @@ def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) ->
     guess = guess_column(field.name, texts)
     if guess.role in ("dense", "both", "weight") and not _is_number(kind):
         return Guess("categorical", f"text that looks like numbers; {guess.reason}")
-    if guess.role == "both" and _is_fraction(kind):
+    if guess.role == "both" and is_fraction(kind):
         return Guess("dense", "numbers; --sparse makes whole ones a category")
     return guess
 
 
 def _texts(column: pa.ChunkedArray) -> list[str]:
     """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
-    if pa.types.is_boolean(column.type) or _is_fraction(column.type):
+    if pa.types.is_boolean(column.type) or is_fraction(column.type):
         column = column.cast(pa.float64())
     values = column.to_pylist()
     if pa.types.is_floating(column.type):
@@ -142,6 +154,12 @@ def _texts(column: pa.ChunkedArray) -> list[str]:
         "" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         for value in values
     ]
+
+
+def _distinct_items(lists: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values in lists, or the first fields of pairs."""
+    items = pc.list_flatten(lists)
+    return pa.chunked_array([pc.unique(pc.struct_field(items, [0]) if is_pair(items.type) else items)])
 
 
 def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
@@ -161,11 +179,19 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     check_names(where, layout.columns, schema.names)
     crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
-        ([name for name in layout.numbers if name not in layout.plain_labels], _is_number, "be a number"),
+        (
+            [name for name in layout.numbers if name not in layout.plain_labels],
+            lambda kind: _is_number(kind) or (layout.number_format is not None and is_text(kind)),
+            "be a number",
+        ),
         (layout.plain_labels, lambda kind: is_text(kind) or _is_number(kind), "hold numbers or words, to be a label"),
         ([layout.time], lambda kind: _is_moment(kind) or is_text(kind) or _is_number(kind), "be a time"),
         ([layout.group], lambda kind: is_text(kind) or _is_number(kind), "hold strings or integers"),
-        (crossed, lambda kind: is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
+        (
+            crossed,
+            lambda kind: is_text(kind) or pa.types.is_integer(kind) or is_fraction(kind),
+            "hold strings or whole numbers to be crossed",
+        ),
     ]
     for names, holds, rule in rules:
         for name in names:
@@ -186,9 +212,9 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
         if weight is not None:
             raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
         return SparseColumn(name=name, multi_valued=True, weighted=True)
-    if not (is_text(item) or pa.types.is_integer(item) or (_is_number(item) and not multi_valued)):
+    if not (is_text(item) or pa.types.is_integer(item) or (is_fraction(item) if multi_valued else _is_number(item))):
         raise MesetaError(
-            f"{where}: column {name!r} must hold strings, integers or lists of them, or lists of (id, weight), "
+            f"{where}: column {name!r} must hold strings, whole numbers or lists of them, or lists of (id, weight), "
             f"but is {kind}"
         )
     if weight is not None:
@@ -221,15 +247,20 @@ def is_pair(kind: pa.DataType) -> bool:
     return (is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
 
 
+def _may_be_ids(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_integer(kind) or is_fraction(kind) or is_pair(kind)
+
+
 def _is_moment(kind: pa.DataType) -> bool:
     return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_decimal, _is_fraction))
+    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_decimal, is_fraction))
 
 
-def _is_fraction(kind: pa.DataType) -> bool:
+def is_fraction(kind: pa.DataType) -> bool:
+    """Whether a type of numbers may have values that are not whole."""
     return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
 
 

@@ -18,9 +18,11 @@ from pyarrow import csv as arrow_csv
 
 from meseta.data.formats.csv_records import header_names, read_header, records
 from meseta.data.formats.format import Block
+from meseta.data.formats.plain_numbers import plain_number, plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NO, NULLS, YES
 from meseta.errors import one_line
@@ -50,6 +52,7 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
     """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
     texts = {*layout.texts, *(layout.plain_labels if labels_are_words else ())}
+    texts.update(() if layout.number_format is None else layout.numbers)
     types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
     # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
     # the cut, and the parser takes a field that is never closed for one that is.
@@ -112,16 +115,26 @@ class CsvColumns:
     """Name of each column to that in the table."""
 
     def numbers(self, name: str) -> pa.Array:
-        column = self.table.column(self.places[name]).chunk(0)
+        column = self.spelled_numbers(name)
         if not pa.types.is_binary(column.type):
             return column
         try:
             texts = column.cast(pa.string())
             if name in self.layout.plain_labels:
                 texts = label_numbers(texts)
+            texts = self.plain_numbers(texts)
             return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
         except pa.ArrowInvalid as error:
             raise self.explain(one_line(error)) from None
+
+    def spelled_numbers(self, name: str) -> pa.Array:
+        """Return numbers float64 [n], or binary [n] as they are spelled."""
+        return self.table.column(self.places[name]).chunk(0)
+
+    def plain_numbers(self, texts: pa.Array) -> pa.Array:
+        """Return numbers, string [n], without the signs of the format."""
+        number_format = self.layout.number_format
+        return texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name)
@@ -154,9 +167,10 @@ class CsvColumns:
     def weights(self, name: str, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
         """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
         try:
-            numbers = texts.cast(pa.string()).cast(pa.float64()).to_numpy()
+            texts = self.plain_numbers(texts.cast(pa.string()))
+            numbers = texts.cast(pa.float64()).to_numpy()
         except pa.ArrowInvalid:
-            numbers = np.array([_number(text) for text in texts.to_pylist()], np.float64)
+            numbers = np.array([_number(text) for text in texts.cast(pa.binary()).to_pylist()], np.float64)
         with np.errstate(over="ignore"):  # what overflows is not finite
             weights = numbers.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(weights))
@@ -227,7 +241,7 @@ def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) 
         return f": {_unequal(block, fields)}"
     for name in layout.numbers:
         text = fields[block.header.index(name)]
-        rule = rule_broken(text, is_label=name in layout.plain_labels)
+        rule = rule_broken(text, is_label=name in layout.plain_labels, number_format=layout.number_format)
         if rule:
             return f", column {name!r}: {text[:40]!r} {rule}"
     return None
@@ -237,12 +251,16 @@ def _unequal(block: Block, fields: list[str]) -> str:
     return f"{len(fields)} fields, but the header has {len(block.header)}"
 
 
-def rule_broken(text: str, *, is_label: bool) -> str | None:
+def rule_broken(text: str, *, is_label: bool, number_format: NumberFormat | None) -> str | None:
     """The rule that a number does not keep as a text; that of its size is checked where it is one."""
     if text in MISSING or (is_label and _is_word(text)):
         return None
-    number = _number(text.encode())
+    plain = text if number_format is None else plain_number(number_format, text)
+    number = _number(plain.encode())
     if math.isnan(number):
+        hint = format_hint([text])
+        if hint is not None:
+            return f"is not a number, unless a --schema file says {hint}"
         if is_label:
             return f"is no label: it must be {LABEL_RULE}"
         return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"

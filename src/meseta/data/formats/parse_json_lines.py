@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from meseta.data.formats.format import Block
-from meseta.data.formats.json_records import RowDecoder, kind_of, text_of, texts_of
+from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of, texts_of
 from meseta.data.formats.parse_csv import CsvColumns, rule_broken
+from meseta.data.formats.plain_numbers import plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.number_format import NumberFormat
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.spec import MesetaError
 
@@ -22,12 +24,34 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
     names = layout.columns
-    columns = decoded_columns(block, raw, names, lists)
+    is_formatted = layout.number_format is not None
+    columns = decoded_columns(block, raw, names, lists, RowDecoder(Literal if is_formatted else str))
+    numbers = {
+        name: as_array(block, name, _plain_numbers(columns[name], layout.number_format))
+        for name in (layout.numbers if is_formatted else ())
+    }
+    for column in layout.values if is_formatted else ():
+        if column.weight is not None:
+            columns[column.weight] = [_plain_numbers(texts, layout.number_format) for texts in columns[column.weight]]
     singles = [name for name in names if name not in lists]
     table = pa.table({name: as_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
     lists_of = {name: columns[name] for name in lists}
-    return read_rows(_JsonColumns(block, raw, layout, table, places, lists_of), layout, block.num_rows)
+    # What is a number in JSON has no signs, and other numbers have none any more.
+    plain = replace(layout, number_format=None)
+    return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block.num_rows)
+
+
+def _plain_numbers(texts: Sequence[str], number_format: NumberFormat | None) -> list[str]:
+    """Return texts of numbers without the signs of the format; numbers of JSON have none."""
+    spelled = [text.encode(errors="surrogatepass") for text in texts]
+    plain = (
+        spelled if number_format is None else plain_numbers(number_format, pa.array(spelled, pa.binary())).to_pylist()
+    )
+    return [
+        text if isinstance(text, Literal) else number.decode(errors="surrogatepass")
+        for text, number in zip(texts, plain, strict=True)
+    ]
 
 
 def list_columns(layout: RawLayout) -> list[str]:
@@ -36,12 +60,14 @@ def list_columns(layout: RawLayout) -> list[str]:
     return [name for column in lists for name in (column.raw, column.weight) if name is not None]
 
 
-def decoded_columns(block: Block, raw: bytes, names: Sequence[str], lists: Sequence[str]) -> dict[str, list[Any]]:
+def decoded_columns(
+    block: Block, raw: bytes, names: Sequence[str], lists: Sequence[str], decoder: RowDecoder
+) -> dict[str, list[Any]]:
     """Return the texts [num_rows] of each column, or a list of texts for each row; a key that a row lacks is missing.
 
     Raises MesetaError naming the file, the line and, of a value of another kind, the column.
     """
-    decode = RowDecoder().decode
+    decode = decoder.decode
     columns: dict[str, list[Any]] = {name: [] for name in names}
     takers = [(name, texts_of if name in lists else text_of, columns[name]) for name in names]
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_line + 1):
@@ -74,6 +100,11 @@ class _JsonColumns(CsvColumns):
     """The columns of one block, for `read_rows`."""
 
     lists: dict[str, list[list[str]]]
+    number_texts: dict[str, pa.Array]
+    """Column -> its numbers, binary [n], if they are spelled otherwise in the file."""
+
+    def spelled_numbers(self, name: str) -> pa.Array:
+        return self.number_texts[name] if name in self.number_texts else super().spelled_numbers(name)
 
     def sparse(self, column: SparseColumn) -> RawSparse:
         if column.raw not in self.lists:
@@ -104,8 +135,11 @@ class _JsonColumns(CsvColumns):
 
     def explain(self, detail: str) -> MesetaError:
         for name in self.layout.numbers:
-            for row, text in enumerate(self.texts(name).to_pylist()):
-                if rule := rule_broken(text.decode(), is_label=name in self.layout.plain_labels):
+            texts = zip(self.texts(name).to_pylist(), self.spelled_numbers(name).to_pylist(), strict=True)
+            for row, (text, number) in enumerate(texts):
+                is_label = name in self.layout.plain_labels
+                if rule_broken(number.decode(), is_label=is_label, number_format=None):
+                    rule = rule_broken(text.decode(), is_label=is_label, number_format=None) or "is not a number"
                     return self.error(row, name, rule)
         return _error(self.block, self.block.first_line + 1, f"or a later one: {detail}")
 

@@ -11,18 +11,21 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.formats.format import Block
-from meseta.data.formats.parquet_layout import is_text
+from meseta.data.formats.parquet_layout import is_fraction, is_text
+from meseta.data.formats.plain_numbers import plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.number_format import NumberFormat
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NULLS, number_of
+from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.spec import MesetaError
 
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_ParquetColumns(block, batch), layout, block.num_rows)
+    return read_rows(_ParquetColumns(block, batch, layout), layout, block.num_rows)
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,21 @@ class _ParquetColumns:
 
     block: Block
     batch: pa.RecordBatch
+    layout: RawLayout
 
     def numbers(self, name: str) -> pa.Array:
         column = self.batch.column(name)
-        if is_text(column.type):  # the layout allows that for labels alone
-            return _numbers_of_texts(_as_strings(column))
+        if is_text(column.type):  # the layout allows that for labels, and if a format of numbers is given
+            number_format = self.layout.number_format
+            if name in self.layout.plain_labels:
+                return _numbers_of_texts(_as_strings(column), number_format)
+            plain = plain_numbers(number_format or NumberFormat(), column)
+            texts = [text.decode(errors="replace") for text in plain.to_pylist()]
+            numbers = [None if text in NULLS else number_of(text) for text in texts]
+            for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
+                if number is None and text not in NULLS:
+                    raise self.error(row, name, "is not a number")
+            return pa.array(numbers, pa.float64())
         return column.cast(pa.float64(), safe=False)
 
     def times(self, name: str) -> pa.Array:
@@ -43,18 +56,10 @@ class _ParquetColumns:
 
     def texts(self, name: str) -> pa.Array:
         array = self.batch.column(name)
-        if pa.types.is_floating(array.type) or (pa.types.is_decimal(array.type) and array.type.scale > 0):
-            # whole numbers with missing ones among them, as pandas writes them
-            try:
-                numbers = array.cast(pa.float64())
-                present = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)
-                array = present.cast(pa.int64())
-            except pa.ArrowInvalid:
-                values = _numbers(array)
-                with np.errstate(invalid="ignore"):
-                    bad = np.flatnonzero(~np.isnan(values) & (values != np.trunc(values)) | np.isinf(values))
-                raise self.error(int(bad[0]) if bad.size else 0, name, "is not a whole number") from None
-        return _as_strings(array)
+        texts, place = _texts(array, is_exact=self.layout.has_whole_numbers(name))
+        if place is not None:
+            raise self.error(place, name, "is not a whole number")
+        return texts
 
     def sparse(self, column: SparseColumn) -> RawSparse:
         array = self.batch.column(column.raw)
@@ -63,7 +68,11 @@ class _ParquetColumns:
         lengths = _list_lengths(array)
         values = array.flatten()
         if not column.weighted:
-            return RawSparse(_as_strings(values), lengths)
+            texts, place = _texts(values, is_exact=self.layout.has_whole_numbers(column.raw))
+            if place is not None:
+                owner = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+                raise self._error(owner, column.raw, f"{values[place].as_py()} in a list is not a whole number")
+            return RawSparse(texts, lengths)
         weight_name = column.weight or column.name
         if column.weight is None:
             values, weights = pc.struct_field(values, [0]), pc.struct_field(values, [1])
@@ -91,15 +100,16 @@ class _ParquetColumns:
         return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
 
 
-def _numbers_of_texts(texts: pa.Array) -> pa.Array:
+def _numbers_of_texts(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
     """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
     try:
         texts = label_numbers(texts.cast(pa.string()))
+        texts = texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
         return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
     except pa.ArrowInvalid:
         if not pa.types.is_string(texts.type):
             texts = pa.array([value.decode(errors="replace") for value in texts.to_pylist()], pa.string())
-            return _numbers_of_texts(texts)
+            return _numbers_of_texts(texts, number_format)
         numbers = [math.nan if text in MISSING else number_of(text) for text in label_numbers(texts).to_pylist()]
         return pa.array([math.inf if number is None else number for number in numbers], pa.float64())
 
@@ -112,6 +122,31 @@ def _numbers(column: pa.Array) -> NDArray[np.float64]:
 def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
     """int64 [n]; a missing list is an empty one."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
+    """Values as text, missing ones as the empty string; and the place of the first number that is not whole.
+
+    With `is_exact`, doubles up to 2^64 are kept, and decimals without rounding to double first, as they once were."""
+    if not is_fraction(array.type):
+        return _as_strings(array), None
+    values = _numbers(array)
+    is_present = ~np.isnan(values)
+    low, high = -(2.0**63), 2.0**64 if is_exact else 2.0**63
+    with np.errstate(invalid="ignore"):
+        bad = np.flatnonzero(is_present & ~((values == np.trunc(values)) & (values >= low) & (values < high)))
+    if bad.size:
+        return array, int(bad[0])
+    if is_exact and pa.types.is_decimal(array.type):
+        texts = respell_whole_numbers(array.cast(pa.string()).cast(pa.large_binary()).fill_null(b""))
+        return texts, None
+    is_large = values >= 2.0**63
+    numbers = pa.array(np.where(is_present & ~is_large, values, 0).astype(np.int64), mask=~is_present)
+    texts = numbers.cast(pa.string())
+    if is_large.any():
+        large = pa.array(np.where(is_large, values, 0).astype(np.uint64)).cast(pa.string())
+        texts = pc.if_else(pa.array(is_large), large, texts)
+    return texts.fill_null(""), None
 
 
 def _as_strings(array: pa.Array) -> pa.Array:

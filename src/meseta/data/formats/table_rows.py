@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.data.formats.parquet_layout import is_text
+from meseta.data.formats.plain_numbers import plain_texts
 from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
 from meseta.data.schema.labels import label_values
 from meseta.data.weights import WEIGHT_RULE, is_weight
+from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.spec import MesetaError
 
 
@@ -45,8 +49,8 @@ def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
         num_not_finite=tuple(number for _, number in dense),
         sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
-        group=None if layout.group is None else group_keys(columns.texts(layout.group)),
-        time=None if layout.time is None else _time(columns, layout.time),
+        group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
+        time=None if layout.time is None else _time(columns, layout, layout.time),
         numbers=[_finite(columns, name) for name in layout.surveyed],
     )
 
@@ -103,9 +107,11 @@ def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
     return weight.astype(np.float32)
 
 
-def _time(columns: RowColumns, name: str) -> NDArray[np.float64]:
+def _time(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float64]:
     column = columns.times(name)
     try:
+        if layout.number_format is not None and is_text(column.type):
+            return seconds_of_column(plain_texts(layout.number_format, column))
         return seconds_of_column(column)
     except pa.ArrowInvalid:
         rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
@@ -120,9 +126,23 @@ def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_ro
         return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
     if column.cross:
         return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
-    return columns.sparse(column)
+    sparse = columns.sparse(column)
+    if not layout.has_whole_numbers(column.raw):
+        return sparse
+    return replace(sparse, values=_respelled(sparse.values, layout))
 
 
 def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
     buckets = layout.buckets_of(name)
-    return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)
+    if buckets is None:
+        return _texts(columns, layout, name)
+    return bucket_rows(_finite(columns, name), buckets.boundaries)
+
+
+def _texts(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
+    texts = columns.texts(name)
+    return _respelled(texts, layout) if layout.has_whole_numbers(name) else texts
+
+
+def _respelled(texts: pa.Array, layout: RawLayout) -> pa.Array:
+    return respell_whole_numbers(texts if layout.number_format is None else plain_texts(layout.number_format, texts))

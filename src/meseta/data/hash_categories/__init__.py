@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.data.string_buffers import string_buffers
 from meseta.ops.core import baseline_core
 from meseta.spec import MesetaError
 
@@ -20,7 +21,7 @@ def hash_categories(strings: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
     `strings` is an Arrow string or binary array (or their large forms); a null hashes like the empty string.
     `seed` is in 0..2**64-1. Raises MesetaError for another type or where the compiled core is missing.
     """
-    data, offsets = _buffers(strings)
+    data, offsets = string_buffers(strings)
     out = np.empty(len(strings), np.uint64)
     baseline_core().hash_categories(data, offsets, seed, out)
     return out
@@ -34,7 +35,7 @@ def hash_to_rows(strings: pa.Array, num_rows: int, seed: int = 0) -> NDArray[np.
     """
     if not 1 <= num_rows <= 2**63:
         raise MesetaError(f"hash_to_rows: num_rows must be in 1..2**63, got {num_rows}")
-    data, offsets = _buffers(strings)
+    data, offsets = string_buffers(strings)
     out: Any = np.empty(len(strings), np.int32 if num_rows <= 2**31 else np.int64)
     baseline_core().hash_categories_to_rows(data, offsets, seed, num_rows, out)
     return out
@@ -43,22 +44,3 @@ def hash_to_rows(strings: pa.Array, num_rows: int, seed: int = 0) -> NDArray[np.
 def feature_seed(feature: str, seed: int) -> int:
     """The hash seed of one feature: XXH64 of its name with the run's seed, so that features collide independently."""
     return int(hash_categories(pa.array([feature]), seed)[0])
-
-
-def _buffers(strings: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32] | NDArray[np.int64]]:
-    """Bytes and n + 1 offsets of an Arrow array, without a copy where nothing is null."""
-    kind = strings.type
-    if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        offset_type: Any = np.int32
-    elif pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
-        offset_type = np.int64
-    else:
-        raise MesetaError(f"hash_categories: expected an Arrow string or binary array, got {kind}; cast it first")
-    if strings.null_count:
-        strings = strings.fill_null(b"" if "binary" in str(kind) else "")
-    _, offset_buffer, data_buffer = strings.buffers()
-    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
-    if len(strings) == 0:
-        return data, np.zeros(1, offset_type)
-    first = strings.offset
-    return data, np.frombuffer(offset_buffer, offset_type)[first : first + len(strings) + 1]

@@ -46,6 +46,8 @@ def layout_of_dataset(dataset: Dataset) -> RawLayout:
         dense=tuple(column.name for column in dataset.dense),
         signed=tuple(column.name for column in dataset.dense if column.signed),
         sparse=tuple(_sparse_column(where, feature, form) for feature in dataset.sparse),
+        whole_numbers=form.whole_numbers if form else (),
+        number_format=form.number_format if form else None,
         weight=dataset.weight,
         group=group,
         time=dataset.time,

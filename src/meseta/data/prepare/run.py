@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import cast
 
 import pyarrow as pa
@@ -31,7 +32,7 @@ from meseta.data.prepare.staging import Staging, staged_folder
 from meseta.data.prepare.survey import Survey, Surveyor
 from meseta.data.recipe.making import RecipeMaking
 from meseta.data.schema.find import find_layout
-from meseta.data.schema.schema import Schema
+from meseta.data.schema.schema import Schema, schema_text
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, nearest
 
@@ -71,7 +72,8 @@ def prepare(
     hash_rows = _hash_rows(options, layout)
     num_threads = options.num_threads or num_cores()
     record = record_of(options, sources)
-    with staged_folder(options.out, record, force=options.force) as staging:
+    columns = sha256(schema_text(layout).encode()).hexdigest()
+    with staged_folder(options.out, record, force=options.force, columns=columns) as staging:
         if not staging.is_complete:
             pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
             try:

@@ -81,12 +81,14 @@ class Staging:
 
 
 @contextmanager
-def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Staging]:
+def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns: str = "") -> Iterator[Staging]:
     """Gives `out`.tmp to write into and renames it to `out` at the end; `record` ends up in it as prepare.json.
 
+    `columns`: the schema that was inferred, which another version may infer otherwise.
+
     A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a read that fails) it stays if
-    something was committed, and the next call with an equal `record` and `force`, on a machine that was not restarted
-    since, is given it with that state. It may be complete already; then there is nothing to write.
+    something was committed, and the next call with equal `record`, `columns` and `force`, on a machine that was not
+    restarted since, is given it with that state. It may be complete already; then there is nothing to write.
 
     Raises MesetaError where `out` exists, unless `force` and it is a prepared dataset or empty, where `out`.tmp is not
     a leftover of an earlier run, and where another process is at work on it.
@@ -100,7 +102,7 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Itera
                 raise MesetaError(
                     f"prepare: {str(tmp)!r} is in the way and was not made by prepare; move it or change --out"
                 )
-            staging = Staging(tmp, {"record": record, "force": force})
+            staging = Staging(tmp, {"record": record, "force": force, "columns": columns})
             with _kept_if_useful(staging):
                 if not staging.is_complete:
                     staging.begin()

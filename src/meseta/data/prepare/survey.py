@@ -115,6 +115,8 @@ class Surveyor:
             label_rules=self.layout.label_rules if several else (),
             dense=(),
             sparse=(),
+            whole_numbers=self.layout.whole_numbers,
+            number_format=self.layout.number_format,
             group=self.layout.group if self.splitter.by == "group" else None,
             time=self.layout.time if self.splitter.by == "time" else None,
             surveyed=tuple(columns),

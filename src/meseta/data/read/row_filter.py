@@ -24,6 +24,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.vocabulary import read_values
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.raw_rows import log1p
+from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.errors import shown
 from meseta.spec import MesetaError, nearest
 
@@ -217,10 +218,13 @@ class RowFilter:
             parts = " and ".join(map(repr, feature.made_of))
             self._fail(f"column {column.name!r} is made of {parts}; compare those", place)
         texts = [_text(token) for token in tokens]
-        if feature.hash_seed is not None:
-            rows = hash_to_rows(pa.array(texts), feature.num_embeddings, int(feature.hash_seed, 16))
-            return [int(row) for row in rows]
         values = pa.array([text.encode() for text in texts], pa.large_binary())
+        form = self._dataset.source_form
+        if form is not None and feature.name in form.whole_numbers:
+            values = respell_whole_numbers(values)
+        if feature.hash_seed is not None:
+            rows = hash_to_rows(values, feature.num_embeddings, int(feature.hash_seed, 16))
+            return [int(row) for row in rows]
         rows = pc.index_in(values, value_set=read_values(self._dataset.dir, feature)).to_pylist()
         for token, text, row in zip(tokens, texts, rows, strict=True):
             if row is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from meseta.data.number_format import format_hint
 from meseta.data.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 Role = Literal["dense", "categorical", "both", "weight", "group", "time", "ignore"]
@@ -204,7 +205,9 @@ def guess_column(name: str, values: Sequence[str]) -> Guess:
     column = _Sampled(name, values, present, {text: n for text, n in numbers.items() if math.isfinite(n)})
     if len(numbers) == len(distinct):
         return _guess_numbers(column)
-    return column.nothing_to_learn or Guess("categorical", f"text: {_shown(present)}")
+    guess = column.nothing_to_learn or Guess("categorical", f"text: {_shown(present)}")
+    hint = format_hint(present)
+    return guess if hint is None else Guess(guess.role, f"{guess.reason}; numbers if a --schema file says {hint}")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from meseta.data.layout import (
     RawLayout,
     SparseColumn,
 )
+from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
 from meseta.errors import doubled
 from meseta.machine.yaml_text import parse_yaml
@@ -49,6 +50,14 @@ class Schema(BaseModel):
     """Columns under `dense` whose negative values count; those of others are taken for 0."""
     categorical: list[str] = []
     """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
+    whole_numbers: list[str] = []
+    """Columns of categories, or of the group, in which 12, 12.0, +12 and 1.2e1 are one value."""
+    decimal: str | None = None
+    """Text: the sign before the fraction of a number, such as ","."""
+    thousands: str | None = None
+    """Text: the sign between groups of digits of a number, such as "."."""
+    strip: str | None = None
+    """Text: characters around a number that are left out, such as "€%"."""
     multi_valued: dict[str, str] = {}
     """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
     weights: dict[str, str] = {}
@@ -70,6 +79,13 @@ class Schema(BaseModel):
     def label_names(self) -> tuple[str, ...]:
         """The labels, however many."""
         return tuple(self.labels) if self.label is None else (self.label,)
+
+    @property
+    def number_format(self) -> NumberFormat | None:
+        """How text spells numbers. Raises ValueError for signs that leave the value of a number open."""
+        keys = {key: sign for key in ("decimal", "thousands", "strip") if (sign := getattr(self, key)) is not None}
+        number_format = NumberFormat(**keys)
+        return None if number_format == NumberFormat() else number_format
 
     @property
     def columns(self) -> list[str]:
@@ -129,6 +145,8 @@ def _problem(schema: Schema) -> str | None:
     twice = sorted(doubled(roles))
     if twice:
         return f"column {twice[0]!r} is named twice; give it one role"
+    if problem := _problem_of_whole_numbers(schema):
+        return problem
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
             if name not in categorical:
@@ -141,13 +159,17 @@ def _problem(schema: Schema) -> str | None:
             )
     if schema.delimiter is not None and (problem := delimiter_problem(schema.delimiter)):
         return f"key 'delimiter': {schema.delimiter!r} {problem}"
+    try:
+        _ = schema.number_format
+    except ValueError as error:
+        return f"key {error}"
     if len(schema.header) == 1 or not all(schema.header):
         return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
     return _problem_of_buckets(schema) or _problem_of_crosses(schema)
 
 
 def _problem_of_dense(schema: Schema) -> str | None:
-    for key in ("dense", "categorical", "signed"):
+    for key in ("dense", "categorical", "signed", "whole_numbers"):
         if twice := sorted(doubled(getattr(schema, key))):
             return f"key {key!r}: column {twice[0]!r} is named twice"
     dense = {*schema.dense}
@@ -157,6 +179,15 @@ def _problem_of_dense(schema: Schema) -> str | None:
     for name in schema.dense:
         if name in schema.multi_valued or name in schema.weights:
             return f"column {name!r} is under dense, so it holds one number a row; take it from multi_valued or weights"
+    return None
+
+
+def _problem_of_whole_numbers(schema: Schema) -> str | None:
+    crossed = {name for names in schema.crosses.values() for name in names} - {*schema.buckets}
+    values = crossed | {*schema.categorical, schema.group}
+    for name in schema.whole_numbers:
+        if name not in values:
+            return f"key 'whole_numbers': column {name!r} holds no category and no group; name it under categorical"
     return None
 
 
@@ -213,6 +244,8 @@ def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: 
         dense=tuple(schema.dense),
         signed=tuple(name for name in schema.dense if name in signed),
         sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
+        whole_numbers=tuple(schema.whole_numbers),
+        number_format=schema.number_format,
         weight=schema.weight,
         group=schema.group,
         time=schema.time,
@@ -239,6 +272,7 @@ def schema_text(layout: RawLayout) -> str:
         "dense": layout.dense,
         "signed": layout.signed,
         "categorical": tuple(column.raw for column in plain),
+        "whole_numbers": layout.whole_numbers,
         "ignore": tuple(name for name in layout.ignored if name),
     }
     weights = {c.name: c.weight or c.weight_separator for c in plain}
@@ -251,13 +285,14 @@ def schema_text(layout: RawLayout) -> str:
     for key, names in lists.items():
         lines += [f"{key}:"] if names else []
         for name in names:
-            reason = None if key == "signed" else reasons.get(name)
+            reason = None if key in ("signed", "whole_numbers") else reasons.get(name)
             if key == "categorical" and name in both:
                 reason = f"under dense too; this feature is called {both[name]}"
             lines.append(_line(f"  - {_scalar(name)}", reason))
         if key == "categorical":
             lines += _mappings(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
+    lines += [] if layout.number_format is None else layout.number_format.keys
     lines += [] if layout.encoding in (None, "utf-8") else [f"encoding: {layout.encoding}"]
     lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
     return "\n".join(lines) + "\n"

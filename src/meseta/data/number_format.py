@@ -1,0 +1,116 @@
+"""How text spells numbers: decimal comma, thousands separators, currency signs."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from pydantic import ConfigDict
+
+_SPACES = (" ", "\t", "\u00a0", "\u202f")
+_MAX_CHARACTERS = 100
+_ALMOST_ALL = 0.95
+_MOST = 0.8
+_FIRST_VALUES, _HINT_VALUES = 20, 500
+"""Distinct values that are looked at before and while formats of numbers are tried."""
+_DECIMALS = (".", ",")
+_THOUSANDS = ("", ".", ",", "'", "\u2019", " ", "\u00a0", "\u202f")
+_SIGNS = {*_DECIMALS, *_THOUSANDS, *"+-eE"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberFormat:
+    """The signs with which text spells numbers, where it is not as in 1234.5."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    decimal: str = "."
+    """Before the fraction."""
+    thousands: str = ""
+    """Between groups of digits, of which the last has three; empty: none."""
+    strip: str = ""
+    """Characters around a number that are left out, such as currency signs; spaces always are."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for signs that leave the value of a number open."""
+        for key in ("decimal", "thousands"):
+            sign = getattr(self, key)
+            if len(sign) > 1 or (key == "decimal" and not sign) or sign.isalnum() or sign in tuple('+-"\r\n\x1f'):
+                raise ValueError(f"{key!r}: {sign!r} must be one character, no letter, digit, sign, quote or line end")
+        if self.decimal in _SPACES:
+            raise ValueError(f"'decimal': {self.decimal!r} must not be a space; give a comma or a point")
+        if self.decimal == self.thousands:
+            raise ValueError(f"'thousands': {self.thousands!r} is the decimal sign too; give another 'decimal'")
+        for sign in self.strip:
+            if sign.isdigit() or sign in (*'+-"\r\n\x1f', self.decimal, self.thousands):
+                raise ValueError(f"'strip': {self.strip!r} has {sign!r}, which is a part of numbers; leave it out")
+
+    @property
+    def keys(self) -> list[str]:
+        """Lines of a schema file that ask for this format."""
+        usual = asdict(NumberFormat())
+        return [
+            f"{key}: {json.dumps(sign, ensure_ascii=False)}" for key, sign in asdict(self).items() if sign != usual[key]
+        ]
+
+    def is_number(self, text: str) -> bool:
+        """Whether a text is a number in this format."""
+        # Python's re needs quadratic time for many spaces.
+        return len(text) <= _MAX_CHARACTERS and self._compiled.fullmatch(text) is not None
+
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, re.ASCII)
+
+    @cached_property
+    def pattern(self) -> str:
+        """Of a whole text, for Python and RE2, with groups: sign, integer part, fraction, fraction alone, exponent.
+
+        Signs are alternatives, not classes, so that those of several bytes are matched in bytes too.
+        """
+        around = f"(?:{'|'.join(map(re.escape, (*_SPACES, *dict.fromkeys(self.strip))))})*"
+        separator, decimal = re.escape(self.thousands), re.escape(self.decimal)
+        groups = rf"\d{{1,3}}(?:{separator}\d{{2,3}})*{separator}\d{{3}}|" if self.thousands else ""
+        digits = rf"(?:({groups}\d+)(?:{decimal}(\d*))?|{decimal}(\d+))"
+        return rf"^{around}([+-]?){around}{digits}((?:[eE][+-]?\d+)?){around}$"
+
+
+def format_hint(values: Sequence[str]) -> str | None:
+    """Return the keys of a schema file with which almost all of these texts are numbers, or `None`.
+
+    `values` are not missing. `None` also if no key makes more of them numbers.
+    """
+    distinct = list(dict.fromkeys(values))
+    chosen = distinct[:: -(-len(distinct) // _HINT_VALUES)]
+    first = chosen[:_FIRST_VALUES]
+    if sum(map(_may_be_number, first)) < _MOST * len(first):
+        return None
+    signs = {sign for value in chosen for sign in value}
+    strip = "".join(sorted(filter(_is_stripped, signs)))
+    formats = [
+        NumberFormat(decimal=decimal, thousands=thousands, strip=strip)
+        for thousands in _THOUSANDS
+        for decimal in _DECIMALS
+        if decimal != thousands and signs.issuperset(thousands)
+    ]
+    counts = {one: sum(map(one.is_number, chosen)) for one in formats}
+    most = max(counts.values())
+    if most < _ALMOST_ALL * len(chosen) or most <= sum(map(NumberFormat().is_number, chosen)):
+        return None
+    best = [one for one in formats if counts[one] == most]
+    fewest = min(len(one.keys) for one in best)
+    return " or ".join(", ".join(one.keys) for one in best if len(one.keys) == fewest)
+
+
+def _is_stripped(sign: str) -> bool:
+    return sign in "%‰" or unicodedata.category(sign) == "Sc"
+
+
+def _may_be_number(value: str) -> bool:
+    """Whether it has digits, and besides them nothing but signs that numbers have."""
+    rest = [sign for sign in value if not sign.isdigit()]
+    return len(rest) < len(value) and all(sign in _SIGNS or _is_stripped(sign) for sign in rest)

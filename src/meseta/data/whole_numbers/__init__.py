@@ -1,0 +1,47 @@
+"""One spelling for each whole number: 12 for 12.0, +12, 1.2e1 and 12 between spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from meseta.data.string_buffers import string_buffers
+from meseta.ops.core import baseline_core
+
+__all__ = ["are_whole_numbers", "respell_whole_numbers"]
+
+_MAX_BYTES = 21
+"""Bytes of a whole number of 64 bits with its sign."""
+
+
+def respell_whole_numbers(strings: pa.Array) -> pa.Array:
+    """Return n strings, each of which that spells a whole number from -2^63 to 2^64-1 as its sign and digits alone.
+
+    `strings` is an Arrow string or binary array (or their large forms); a null becomes an empty string. Strings with
+    zeros in front, such as 012, and all that spell no such number stay as they are. The result is `strings` itself if
+    nothing changes, else large_binary.
+    Raises MesetaError for another type or if the compiled core is missing.
+    """
+    data, offsets = string_buffers(strings)
+    core = baseline_core()
+    num_respelled, _ = core.scan_whole_numbers(data, offsets)
+    if not num_respelled:
+        return strings
+    out = np.empty(int(offsets[-1] - offsets[0]) + _MAX_BYTES * num_respelled, np.uint8)
+    out_offsets = np.empty(offsets.size, np.int64)
+    num_bytes = core.respell_whole_numbers(data, offsets, out, out_offsets)
+    buffers = [None, pa.py_buffer(out_offsets), pa.py_buffer(out[:num_bytes])]
+    return pa.Array.from_buffers(pa.large_binary(), len(strings), buffers)
+
+
+def are_whole_numbers(texts: Sequence[str]) -> bool:
+    """Whether all texts spell whole numbers, among them those with zeros in front and those beyond 64 bits."""
+    try:
+        strings = pa.array(texts, pa.large_string())
+    except UnicodeEncodeError:  # surrogates, which JSON can hold
+        return False
+    data, offsets = string_buffers(strings)
+    _, num_others = baseline_core().scan_whole_numbers(data, offsets)
+    return bool(num_others == 0)

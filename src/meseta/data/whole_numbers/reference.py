@@ -1,0 +1,32 @@
+"""The same in Python's decimal arithmetic, for tests."""
+
+from __future__ import annotations
+
+import decimal
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+_NUMBER = re.compile(rb"[+-]?(\d*)(?:\.\d*)?(?:[eE][+-]?\d+)?", re.ASCII)
+_MAX_DIGITS = 20
+
+
+def respell_whole_numbers(strings: Sequence[bytes]) -> list[bytes]:
+    """Return n strings, each of which that spells a whole number of 64 bits as its sign and digits alone."""
+    return [_respelled(string) for string in strings]
+
+
+def _respelled(string: bytes) -> bytes:
+    text = string.strip()
+    match = _NUMBER.fullmatch(text)
+    if match is None or (len(match[1]) > 1 and match[1].startswith(b"0")):
+        return string
+    try:
+        number = Decimal(text.decode())
+    except decimal.InvalidOperation:  # no digits, or an exponent of more than 18 digits
+        return string
+    if number and number.adjusted() >= _MAX_DIGITS:
+        return string
+    if number != number.to_integral_value() or not -(2**63) <= number < 2**64:
+        return string
+    return b"%d" % int(number)
