@@ -37,7 +37,7 @@ def count_unseen(ids: NDArray[np.integer], seen: NDArray[np.uint8] | None) -> in
 
     `seen`: a bit per row of a hashed table, as `read_touched` gives them; `None` for a vocabulary.
     """
-    is_seen = ids != 0 if seen is None else seen[ids >> 3] >> (ids & 7).astype(np.uint8) & 1
+    is_seen = ids if seen is None else seen.take(ids >> 3) >> (ids.astype(np.uint8) & 7) & 1
     return ids.size - int(np.count_nonzero(is_seen))
 
 
