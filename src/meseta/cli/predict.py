@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from meseta.train.outside.output_columns import OutputColumns
 
 _SPLIT = "test"
+Columns = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|NEW=OLD,...",
+        help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
+        "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
+    ),
+]
 
 
 def predict(
@@ -41,14 +49,7 @@ def predict(
         str,
         typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
     ] = "",
-    columns: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|NEW=OLD,...",
-            help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
-            "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
-        ),
-    ] = "",
+    columns: Columns = "",
     encoding: Annotated[
         str | None, typer.Option(help="Of text in raw files.", show_default="that of the earlier files")
     ] = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ LARGEST_BITMAP = 1 << 30
 """Rows of the largest table whose rows have a bit each."""
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
 class WindowCounter(Protocol):
     """Adds up windows of one sparse feature; windows may come in any order and from several threads."""
 
