@@ -17,6 +17,7 @@ import pytest
 
 from bad_input.commands import Ended, run_here, tree
 from data.new_files import Table, write_csv
+from meseta.cli.prepare import print_unseen
 from meseta.data.dataset.check import check
 from meseta.data.dataset.dataset import Dataset, SparseFeature
 from meseta.data.dataset.unseen import Unseen
@@ -116,6 +117,23 @@ def test_counts_of_the_test_split(tmp_path: Path, case: dict[str, Any]) -> None:
     assert any(0 < unseen < lookups for lookups, unseen in expected.values())
 
 
+def test_tables_too_large_for_bits_have_no_counts(tmp_path: Path) -> None:
+    """And buckets have none, since they have no unseen values."""
+    table = {"label": [0, 1] * 50, "city": [f"c{row}" for row in range(100)], "age": list(range(100))}
+    (tmp_path / "schema.yaml").write_text(
+        json.dumps(
+            {"label": "label", "categorical": ["city"], "buckets": {"age": 4}, "crosses": {"both": ["city", "age"]}}
+        )
+    )
+    dataset = prepare(
+        PrepareOptions(
+            sources=[str(write_csv(tmp_path / "log.csv", table))], out=tmp_path / "data", test_fraction=0.3,
+            schema=tmp_path / "schema.yaml", hash_rows_by_feature={"city": 2**26 + 1, "both": 2**26},
+        )
+    )  # fmt: skip
+    assert stored_counts(dataset) == {"both": (dataset.splits["test"].num_rows,) * 2}
+
+
 def bounds(test: Fraction | None) -> list[tuple[int, int]]:
     """Numbers of lookups, and of unseen ones among them, on both sides of every bound."""
     shares = [Fraction(1, 2), Fraction(99, 100), 2 * (test or Fraction()), Fraction(0), Fraction(1)]
@@ -153,7 +171,7 @@ def test_both_sides_of_every_bound(test: Fraction | None) -> None:
     assert (False, False) in outcomes
 
 
-def test_of_many_features_the_worst_is_named() -> None:
+def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"f{place}" for place in range(30)]
     found = Unseen(
         values=Counter({name: 990 + place % 11 for place, name in enumerate(names)}),
@@ -161,9 +179,13 @@ def test_of_many_features_the_worst_is_named() -> None:
         test_shares=dict.fromkeys(names[:25], 0.25),
     )
     with pytest.raises(
-        MesetaError, match=r"100\.00% of the 1,000 values of 'f10' .* 25\.00%\), as of 24 other features; "
+        MesetaError,
+        match=r"100\.00% of the 1,000 values of 'f10' .* 25\.00%\), and so are those of 24 other features; ",
     ):
         found.check()
+    print_unseen(found)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11 and lines[-1] == "warning: and 20 other features likewise"
     assert len(found.warnings()) == 30 and "'f29' are unseen (test split: not stored)" in "".join(found.warnings())
 
 

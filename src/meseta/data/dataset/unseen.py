@@ -1,4 +1,4 @@
-"""Values that training has not seen: how they are counted, and at which shares new rows are suspicious.
+"""Values that training has not seen: how they are counted, and which shares lead to a warning or an error.
 
 A value of a vocabulary is unseen if it has row 0: training has it less than `--min-count` times. A hashed value is
 unseen if no training row looks up its table row. One that shares its row with a training value counts as seen, so the
@@ -20,15 +20,15 @@ from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.spec import MesetaError
 
 MIN_LOOKUPS = 1_000
-"""Lookups of a feature in new rows, below which no share stops a prediction."""
+"""Minimum lookups of a feature in new rows for an error."""
 STOP_SHARE = 0.99
-"""Unseen share from which on new rows are taken for a mistake."""
+"""Minimum unseen share of new rows for an error."""
 MAX_TEST_SHARE = 0.5
-"""Unseen share of the test split from which on that is no mistake."""
+"""Unseen share of the test split below which an error is possible."""
 WARN_SHARE = 0.5
-"""Unseen share above which new rows are suspicious."""
+"""Unseen share of new rows above which a warning is possible."""
 WARN_FACTOR = 2.0
-"""Ratio to the share of the test split from which on they are."""
+"""Minimum ratio to the unseen share of the test split for a warning."""
 CAUSE = "check that the files write values as the earlier ones did (encoding, number format, prefixes)"
 
 
@@ -88,7 +88,7 @@ class Unseen:
     """Unseen share of the test split next to the training rows, for the features that have it stored."""
 
     def add(self, other: Unseen) -> None:
-        """Count those of other rows as well."""
+        """Add the counts of other rows."""
         self.values.update(other.values)
         self.lookups.update(other.lookups)
 
@@ -98,24 +98,24 @@ class Unseen:
         return sorted(shares, key=lambda pair: -pair[1])
 
     def warnings(self) -> list[str]:
-        """Return a line for each feature whose share is suspicious, the largest share first."""
-        names = [name for name, share in self.shares() if self._is_suspicious(name, share)]
+        """Return a line for each feature whose share is far above that of the test split, the largest share first."""
+        names = [name for name, share in self.shares() if self._is_warning(name, share)]
         return [f"{self._told(name)}; {CAUSE}" for name in names]
 
     def check(self) -> None:
-        """Raise MesetaError if a feature has so many unseen values that the rows cannot be meant."""
-        names = [name for name, share in self.shares() if self._is_mistake(name, share)]
+        """Raise MesetaError if the values of a feature are almost all unseen, unlike those of the test split."""
+        names = [name for name, share in self.shares() if self._is_error(name, share)]
         if names:
-            others = f", as of {len(names) - 1:,} other features" if len(names) > 1 else ""
+            others = f", and so are those of {len(names) - 1:,} other features" if len(names) > 1 else ""
             raise MesetaError(f"predict: {self._told(names[0])}{others}; {CAUSE}, or predict with --allow-unseen")
 
-    def _is_mistake(self, name: str, share: float) -> bool:
+    def _is_error(self, name: str, share: float) -> bool:
         test_share = self.test_shares.get(name, 1.0)
         return self.lookups[name] >= MIN_LOOKUPS and share >= STOP_SHARE and test_share < MAX_TEST_SHARE
 
-    def _is_suspicious(self, name: str, share: float) -> bool:
+    def _is_warning(self, name: str, share: float) -> bool:
         test_share = self.test_shares.get(name, 0.0)
-        return self._is_mistake(name, share) or (share > WARN_SHARE and share >= WARN_FACTOR * test_share)
+        return self._is_error(name, share) or (share > WARN_SHARE and share >= WARN_FACTOR * test_share)
 
     def _told(self, name: str) -> str:
         share, test_share = self.values[name] / self.lookups[name], self.test_shares.get(name)
