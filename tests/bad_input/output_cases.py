@@ -7,9 +7,14 @@ from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from bad_input.cases import Place, cut
 from meseta import checkpoint
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.touched import read_touched
+from meseta.data.hash_categories import hash_to_rows
 from small_run import settings, write_config
 
 
@@ -35,6 +40,24 @@ def unknown_output_label(place: Place) -> list[Any]:
 
 def key_without_a_column(place: Place) -> list[Any]:
     return predict_columns(place, "user", "--keys", "item")
+
+
+def unseen_values(place: Place) -> list[Any]:
+    """1,000 users, all of which hash to rows that no training row looks up."""
+    run = Dataset.load(place.run())
+    user = next(feature for feature in run.sparse if feature.name == "user")
+    names = pa.array([f"u{number}" for number in range(20_000)])
+    rows = hash_to_rows(names, user.num_embeddings, int(user.hash_seed or "", 16))
+    is_seen = np.unpackbits(read_touched(run)["user"], bitorder="little")[rows]
+    table = pq.read_table(place.tiny.with_name("tiny.parquet")).slice(0, 1000)
+    users = names.filter(pa.array(is_seen == 0))[:1000]
+    at = table.schema.get_field_index("user")
+    pq.write_table(table.set_column(at, "user", users), place.folder / "new.parquet")
+    return ["predict", run.dir, "--out", place.folder / "p.csv", "--data", place.folder / "new.parquet"]
+
+
+def option_of_raw_files(place: Place) -> list[Any]:
+    return ["predict", place.run(), "--out", place.folder / "p.csv", "--allow-unseen"]
 
 
 def import_export(place: Place, *options: str, states: bool = False, table: str = "*") -> list[Any]:
@@ -94,6 +117,6 @@ def export_by_another_name(place: Place) -> list[Any]:
 
 
 PREDICTING = (output_column_of_no_name, output_columns_of_one_name, unknown_output_column, unknown_output_label)
-PREDICTING += (key_without_a_column,)
+PREDICTING += (key_without_a_column, unseen_values, option_of_raw_files)
 IMPORTING = (no_export, export_of_another_version, malformed_export, export_without_states, export_of_some_tables)
 IMPORTING += (damaged_export, export_with_other_moments, export_by_another_name)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.comm import World
+from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_new_predictions
 from meseta.train.trained import load_for_rows
@@ -60,3 +61,26 @@ def test_every_rank_is_told(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
         told = ranks(2).run(message_here, tmp_path / "run", source, out, keys)
         assert len(told) == 2 and all(message in one for one in told), told
     assert not list(tmp_path.glob("*p.csv*"))
+
+
+def unseen_here(run_dir: Path, source: Path, out: Path) -> tuple[list[tuple[str, float]], list[str]]:
+    """Run on every rank."""
+    found = load_for_rows(run_dir, [str(source)], World.current(), allow_unseen=True)
+    unseen = write_new_predictions(found.model, found.reader, found.world, out).unseen
+    return unseen.shares(), unseen.warnings()
+
+
+def test_unseen_values_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Every rank counts all rows, so that all stop or none does."""
+    lines = [f"{row % 2},u{row % 50}" for row in range(400)]
+    (tmp_path / "log.csv").write_text("\n".join(["label,user", *lines]) + "\n")
+    prepare(PrepareOptions(sources=[f"{tmp_path}/log.csv"], out=tmp_path / "data", vocabulary=True, min_count=1))
+    train(settings(tmp_path / "data", tmp_path / "run", train__max_steps=2))
+    (tmp_path / "new.csv").write_text("\n".join(["user", *["u1"] * 10, *["v1"] * 990]) + "\n")
+    out = tmp_path / "p.csv"
+    told = ranks(4).run(message_here, tmp_path / "run", tmp_path / "new.csv", out, [])
+    assert len(told) == 4 and all("99.00% of the 1,000 values of 'user' are unseen" in one for one in told)
+    assert not list(tmp_path.glob("*p.csv*"))
+    here = unseen_here(tmp_path / "run", tmp_path / "new.csv", out)
+    assert here[0] == [("user", 0.99)] and len(here[1]) == 1
+    assert ranks(4).run(unseen_here, tmp_path / "run", tmp_path / "new.csv", out) == [here] * 4

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from meseta.train.outside.output_columns import OutputColumns
 
 _SPLIT = "test"
+Columns = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|NEW=OLD,...",
+        help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
+        "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
+    ),
+]
 
 
 def predict(
@@ -41,17 +49,13 @@ def predict(
         str,
         typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
     ] = "",
-    columns: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|NEW=OLD,...",
-            help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
-            "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
-        ),
-    ] = "",
+    columns: Columns = "",
     encoding: Annotated[
         str | None, typer.Option(help="Of text in raw files.", show_default="that of the earlier files")
     ] = None,
+    allow_unseen: Annotated[
+        bool, typer.Option("--allow-unseen", help="Predict raw rows also if training has not seen their values.")
+    ] = False,
     best: Annotated[
         bool,
         typer.Option(
@@ -76,6 +80,7 @@ def predict(
 
     options: dict[str, Any] = {"best": best, "storage_dir": storage_dir}
     options |= {} if encoding is None else {"encoding": encoding}
+    options |= {"allow_unseen": True} if allow_unseen else {}
     try:
         _predict(run_dir, out, split, data, names, chosen, **options)
     except MesetaError as error:
@@ -97,8 +102,10 @@ def _predict(
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
         _predict_rows(run_dir, out, data, names, columns, **options)
         return
-    if "encoding" in options:
-        raise MesetaError("predict: --encoding is for raw files, which --data names; leave it out")
+    for name in ("encoding", "allow_unseen"):
+        if name in options:
+            option = f"--{name.replace('_', '-')}"
+            raise MesetaError(f"predict: {option} is for raw files, which --data names; leave it out")
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 

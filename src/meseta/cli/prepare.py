@@ -16,9 +16,9 @@ from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset
+    from meseta.data.dataset.unseen import Unseen
     from meseta.data.layout import RawLayout
     from meseta.data.prepare.first_pass import Progress
-    from meseta.data.prepare.new_rows import Unseen
     from meseta.data.prepare.options import PrepareOptions
 
 MOST_SHARES = 10
@@ -230,7 +230,7 @@ def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen
 
 
 def print_unseen(unseen: Unseen) -> None:
-    """Which share of each feature's values training has not seen, the largest first."""
+    """Print which share of each feature's values training has not seen, the largest first, and warn of some."""
     shares = unseen.shares()
     shown = [(name, share) for name, share in shares[:MOST_SHARES] if share]
     if shown:
@@ -245,6 +245,11 @@ def print_unseen(unseen: Unseen) -> None:
     if unseen.unknown:
         names = ", ".join(unseen.unknown[:MOST_SHARES]) + (", ..." if len(unseen.unknown) > MOST_SHARES else "")
         typer.echo(f"  how many values are new cannot be told of {names}: the earlier dataset did not keep that")
+    warnings = unseen.warnings()
+    for line in warnings[:MOST_SHARES]:
+        typer.echo(f"warning: {line}", err=True)
+    if len(warnings) > MOST_SHARES:
+        typer.echo(f"warning: and {len(warnings) - MOST_SHARES} other features likewise", err=True)
 
 
 def _print_schema(options: PrepareOptions) -> None:

@@ -81,10 +81,12 @@ def open_for_rows(
     best: bool = False,
     storage_dir: Path | None = None,
     encoding: str | None = None,
+    allow_unseen: bool = False,
 ) -> Iterator[Trained[NewBatches]]:
     """`load_for_rows` on the ranks of this process; raises what it raises."""
+    options: dict[str, Any] = {"keys": keys, "best": best, "storage_dir": storage_dir, "encoding": encoding}
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best, storage_dir=storage_dir, encoding=encoding)
+        yield load_for_rows(run_dir, patterns, world, allow_unseen=allow_unseen, **options)
 
 
 def load_trained(
@@ -134,9 +136,11 @@ def load_for_rows(
     best: bool = False,
     storage_dir: Path | None = None,
     encoding: str | None = None,
+    allow_unseen: bool = False,
 ) -> Trained[NewBatches]:
     """The same model, and the rows of raw files, which are encoded as those that it was trained on; `keys`: columns of
-    these files to hand through, for rank 0; `encoding`: of text, if not that of the earlier files.
+    these files to hand through, for rank 0; `encoding`: of text, if not that of the earlier files. Without
+    `allow_unseen`, reading them ends with a MesetaError if training has not seen their values.
 
     Raises MesetaError, on all ranks, where there is no run or checkpoint, where nothing was kept of how its data were
     encoded, and as NewRows does.
@@ -147,7 +151,8 @@ def load_for_rows(
     check_encoding(run, path, earlier.with_labels(config.data.labels), world, "it cannot be told how to read new rows")
     rows, problem = None, None
     try:
-        rows = NewRows(earlier, patterns, keys=keys if world.rank == 0 else (), encoding=encoding)
+        keys = keys if world.rank == 0 else ()
+        rows = NewRows(earlier, patterns, keys=keys, encoding=encoding, allow_unseen=allow_unseen)
     except MesetaError as error:
         problem = error
     world.raise_together(problem)

@@ -116,7 +116,8 @@ def _with_digests_of_source(run: RunDir, kept: Dataset) -> Dataset:
         source = source_of(run.load_config().data).dataset()
     except MesetaError:
         return kept
-    there = {feature.name: feature.model_copy(update={"vocabulary_digest": None}) for feature in source.sparse}
+    uncompared = {"vocabulary_digest": None, "test_lookups": None}  # which older versions did not keep
+    there = {feature.name: feature.model_copy(update=uncompared) for feature in source.sparse}
     digests = {feature.name: feature.vocabulary_digest for feature in source.sparse}
     sparse = [
         feature.model_copy(update={"vocabulary_digest": digests[feature.name]})

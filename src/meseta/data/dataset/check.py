@@ -254,9 +254,12 @@ def _sum_faults(dataset: Dataset, name: str, seen: _Group) -> Iterator[Fault]:
         if label in seen.sums and number != seen.known[label]:
             rule = f"{FILE_NAME} says that {number} samples have label {label!r}"
             yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.known[label]))
-    for feature in dataset.sparse if name == "train" else ():
-        if feature.statistics.num_lookups != seen.lookups[feature.name]:
-            rule = f"{FILE_NAME} says {feature.statistics.num_lookups} ids of feature {feature.name!r}"
+    for feature in dataset.sparse:
+        # A dataset without training rows has the test_lookups of the dataset that it was prepared like.
+        test_lookups = feature.test_lookups if "train" in dataset.splits else None
+        counted = {"train": feature.statistics, "test": test_lookups}.get(name)
+        if counted is not None and counted.num_lookups != seen.lookups[feature.name]:
+            rule = f"{FILE_NAME} says {counted.num_lookups} ids of feature {feature.name!r}"
             yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.lookups[feature.name]))
 
 

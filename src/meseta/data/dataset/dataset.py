@@ -68,6 +68,25 @@ class SparseStatistics(Record):
     """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
 
 
+class LookupCounts(Record):
+    """Lookups of a sparse feature in one split, counted as meseta.data.dataset.unseen says."""
+
+    num_lookups: int = Field(ge=1, lt=1 << 53)
+    """Ids, over all samples."""
+    num_unseen: Count
+    """Ids of values that training has not seen."""
+
+    @property
+    def unseen_share(self) -> float:
+        return self.num_unseen / self.num_lookups
+
+    @model_validator(mode="after")
+    def _check(self) -> LookupCounts:
+        if self.num_unseen > self.num_lookups:
+            raise ValueError(f"{self.num_unseen} of {self.num_lookups} lookups cannot be unseen")
+        return self
+
+
 class SparseEncoding(Record):
     """How values of a sparse feature became ids."""
 
@@ -97,6 +116,9 @@ class SparseFeature(SparseEncoding):
     """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
     statistics: SparseStatistics
     """For the planner."""
+    test_lookups: LookupCounts | None = None
+    """Counts of the test split that was made with the training split of `statistics`; `None` if it has no ids, or if
+    unseen values cannot be counted."""
 
 
 class DataFile(Record):
@@ -466,6 +488,7 @@ class Dataset(Record):
         document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
         # Earlier versions refuse keys that they do not know, so later keys are left out if they say nothing.
         parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
+        parts += [(feature, "test_lookups") for feature in document["sparse"]]
         if self.source_form is not None:
             parts += [(document["source_form"], key) for key in ("label_rules", "whole_numbers", "number_format")]
         for part, key in parts:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meseta.data.dataset.dataset import DenseFeature, SourceForm, SparseFeature
 from meseta.data.dataset.statistics import FeatureStatistics, Moments
+from meseta.data.dataset.unseen import LookupCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.formats.format import RawFormat
 from meseta.data.layout import RawLayout, SparseColumn
@@ -25,6 +26,8 @@ class Tables:
     vocabularies: Mapping[str, Vocabulary]
     """Of the features that have one; the others are hashed, or cut into buckets."""
     statistics: Mapping[str, FeatureStatistics]
+    test_lookups: Mapping[str, LookupCounter]
+    """Counters of the test split, for the features whose unseen values can be counted."""
 
 
 DENSE_VALUES, SPARSE_VALUES, SOURCE_VALUES = 8, 80, 4
@@ -95,7 +98,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
 
 
 def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:
-    vocabulary = tables.vocabularies.get(column.name)
+    vocabulary, counter = tables.vocabularies.get(column.name), tables.test_lookups.get(column.name)
     is_hashed = vocabulary is None and column.buckets is None
     return SparseFeature(
         name=column.name,
@@ -109,4 +112,5 @@ def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:
         boundaries=column.buckets.boundaries if column.buckets else None,
         made_of=column.made_of,
         statistics=tables.statistics[column.name].result(),
+        test_lookups=counter.result() if counter else None,
     )

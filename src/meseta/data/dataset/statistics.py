@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,20 @@ WINDOW_SAMPLES = 65_536
 EDGES = (0, *(2**i for i in range(16)))
 LARGEST_BITMAP = 1 << 30
 """Rows of the largest table whose rows have a bit each."""
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class WindowCounter(Protocol):
+    """Adds up windows of one sparse feature; windows may come in any order and from several threads."""
+
+    def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
+        """Count the ids [nnz] of `num_samples` consecutive samples."""
+
+    def get_state(self) -> tuple[list[int], bytes]:
+        """Return what was counted; `set_state` of another counter continues from it."""
+
+    def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
+        """Continue from what `get_state` returned."""
 
 
 class FeatureStatistics:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 from meseta.data.dataset.dataset import Dataset, SourceFile, Split
 from meseta.data.dataset.features import Tables, describe_dense, describe_sparse, source_form
 from meseta.data.dataset.statistics import FeatureStatistics
+from meseta.data.dataset.touched import LARGEST_TABLE
+from meseta.data.dataset.unseen import LookupCounter
 from meseta.data.dataset.vocabulary import VocabularyCounter
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
@@ -27,7 +29,7 @@ Progress = Callable[[str, int, float], None]
 """Called with the stage ('scan', 'read', 'write' or 'count'), its rows so far, and how much of it is done, 0 to 1.
 
 Only libsvm and libffm are scanned, for their fields and weights, and files that are split by time or have quantiles.
-What is read is then written, or with a recipe alone counted, where features have vocabularies."""
+What is read is then written. With a recipe alone it is counted, as far as the first pass could not."""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
 
@@ -124,12 +126,16 @@ class FirstPass:
             for name, counter in self.counters.items()
         }
         num_rows = {**self.encoder.known_rows, **{name: v.num_embeddings for name, v in vocabularies.items()}}
+        counted = {c.name: statistics.get(c.name) or FeatureStatistics(num_rows[c.name]) for c in self.layout.sparse}
+        hashed = [name for name in self.encoder.hash_rows if num_rows[name] <= LARGEST_TABLE]
         return Tables(
             num_embeddings=num_rows,
             hash_seeds=self.encoder.hash_seeds,
             vocabularies=vocabularies,
-            statistics={
-                c.name: statistics.get(c.name) or FeatureStatistics(num_rows[c.name]) for c in self.layout.sparse
+            statistics=counted,
+            test_lookups={
+                **{name: LookupCounter(None) for name in vocabularies},
+                **{name: LookupCounter(counted[name]) for name in hashed},
             },
         )
 

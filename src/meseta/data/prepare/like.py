@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from meseta.data.dataset.dataset import DataFile, Dataset, Split
 from meseta.data.dataset.encoding import Encoding
 from meseta.data.dataset.statistics import WINDOW_SAMPLES
+from meseta.data.dataset.unseen import Unseen
 from meseta.data.prepare.keep import keep_tables
-from meseta.data.prepare.new_rows import NewRows, Progress, Unseen
+from meseta.data.prepare.new_rows import NewRows, Progress
 from meseta.data.prepare.record import files_of
 from meseta.data.prepare.sources import find_teacher
 from meseta.data.prepare.spool import known_of

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
 from meseta.data.dataset.touched import read_touched
+from meseta.data.dataset.unseen import Unseen, count_unseen
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
 from meseta.data.formats.format import Block, read_blocks
 from meseta.data.formats.raw_columns import RawColumns
@@ -24,28 +24,6 @@ from meseta.spec import MesetaError
 
 Progress = Callable[[int, float], None]
 """Called with the rows so far, and how much of the files is read, 0 to 1."""
-
-
-@dataclass(kw_only=True)
-class Unseen:
-    """Values that training has never seen, by feature."""
-
-    values: Counter[str] = field(default_factory=Counter)
-    """Those with row 0 of a vocabulary, or a hashed row that no training row looks up."""
-    lookups: Counter[str] = field(default_factory=Counter)
-    """All values, of the features of which that can be told."""
-    unknown: tuple[str, ...] = ()
-    """Hashed features of which it cannot: nothing was kept of the rows that training looks up."""
-
-    def add(self, other: Unseen) -> None:
-        """Count those of other rows as well."""
-        self.values.update(other.values)
-        self.lookups.update(other.lookups)
-
-    def shares(self) -> list[tuple[str, float]]:
-        """Features and their share of values that are new, the largest first; those without any value are left out."""
-        shares = [(name, self.values[name] / number) for name, number in self.lookups.items() if number]
-        return sorted(shares, key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +55,11 @@ class NewRows:
         keys: Sequence[str] = (),
         max_bad_rows: int | float | None = None,
         encoding: str | None = None,
+        allow_unseen: bool = True,
     ) -> None:
         """`keys`: raw columns to hand through; `max_bad_rows`: rows that cannot be parsed, or their share, up to which
-        they are left out; None: the first is an error; `encoding`: of text, if not that of the earlier files.
+        they are left out; None: the first is an error; `encoding`: of text, if not that of the earlier files;
+        `allow_unseen`: whether `read` ends without `Unseen.check`.
 
         Raises MesetaError for files without the columns of `earlier`, and for what is missing or damaged of it.
         """
@@ -91,7 +71,11 @@ class NewRows:
         self._touched = read_touched(earlier)
         looked_up = [column.name for column in self.layout.values]
         self._tellable = [name for name in looked_up if name not in hashed or name in self._touched]
-        self.unseen = Unseen(unknown=tuple(name for name in looked_up if name not in self._tellable))
+        self.unseen = Unseen(
+            unknown=tuple(name for name in looked_up if name not in self._tellable),
+            test_shares={f.name: f.test_lookups.unseen_share for f in earlier.sparse if f.test_lookups is not None},
+        )
+        self._allow_unseen = allow_unseen
         self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
         """Of each file, as far as they are read."""
         self.not_finite: Counter[str] = Counter()
@@ -132,7 +116,7 @@ class NewRows:
 
     def read(self, progress: Progress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:
         """All rows, which several threads encode, a few blocks ahead. Raises MesetaError for a row that cannot be
-        parsed, for too many of them, and for a damaged file."""
+        parsed, for too many of them, and for a damaged file; at the end also for too many unseen values."""
         num_threads = num_threads or num_cores()
         total_bytes = sum(source.size_bytes for source in self.sources)
         if progress is not None:
@@ -156,6 +140,8 @@ class NewRows:
             self.bad_rows.check()
         if not any(self.num_rows.values()):
             raise MesetaError("prepare: no row is left; all of them could not be parsed")
+        if not self._allow_unseen:
+            self.unseen.check()
 
     def _jobs(self) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedRows]]]]:
         columns = list(dict.fromkeys([*self.layout.columns, *(self.key_schema.names if self._keys else ())]))
@@ -175,8 +161,6 @@ class NewRows:
         for name in self._tellable:
             rows = split_lists(batch.column(name))[0]
             unseen.lookups[name] = rows.size
-            bits = self._touched.get(name)
-            is_seen = rows != 0 if bits is None else bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1
-            unseen.values[name] = rows.size - int(np.count_nonzero(is_seen))
+            unseen.values[name] = count_unseen(rows, self._touched.get(name))
         keys = None if self._keys is None else self._keys.of(block)
         return EncodedRows(batch=batch, keys=keys, unseen=unseen, num_not_finite=encoded.num_not_finite)

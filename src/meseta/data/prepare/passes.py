@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from meseta.data.dataset.dataset import DataFile, Dataset, Split
 from meseta.data.dataset.features import Tables
+from meseta.data.dataset.statistics import WindowCounter
 from meseta.data.dataset.touched import write_touched
 from meseta.data.formats.format import Source
 from meseta.data.prepare.encode import Encoder
@@ -64,12 +65,14 @@ class TwoPasses:
         moments = self.spools["train"].moments
         finisher = Finisher(self.layout, moments.mean, moments.std, tables.vocabularies)
         splits = {}
+        # The training split is written first: the counters of the test split compare with its statistics.
+        counters: dict[str, Mapping[str, WindowCounter]] = {"train": tables.statistics, "test": tables.test_lookups}
         for name, spool in self.spools.items():
             splits[name] = SplitWriter(
                 layout=self.layout,
                 spool=spool,
                 finisher=finisher,
-                statistics=tables.statistics if name == "train" else {},
+                counters=counters.get(name, {}),
                 out=self.staging.folder,
                 name=name,
                 on_rows=on_rows,

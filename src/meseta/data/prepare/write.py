@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import DataFile, Split
-from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, WindowCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.layout import RawLayout
 from meseta.data.prepare.encode import as_lists
@@ -64,8 +64,8 @@ class SplitWriter:
     layout: RawLayout
     spool: Spool
     finisher: Finisher
-    statistics: Mapping[str, FeatureStatistics]
-    """Where to count; empty for all but the training split."""
+    counters: Mapping[str, WindowCounter]
+    """Where to count the ids of features; empty if nothing of the split is counted."""
     out: Path
     """Folder of the dataset."""
     name: str
@@ -78,7 +78,7 @@ class SplitWriter:
     def write(self, pool: ThreadPoolExecutor, on_part: Callable[[], None]) -> Split:
         """Write the parts that are left, and call `on_part` after each, in their order."""
         (self.out / self.name).mkdir(exist_ok=True)
-        if self.statistics:
+        if self.counters:
             list(pool.map(self._count_part, self.files))
         starts = range(0, self.spool.num_windows, PART_WINDOWS)
         for file in pool.map(self._write_part, starts[len(self.files) :]):
@@ -87,10 +87,10 @@ class SplitWriter:
         return self.spool.split(self.files)
 
     def _count_part(self, file: DataFile) -> None:
-        """The statistics of a part that an earlier process has written."""
+        """Count a part that an earlier process has written."""
         table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
         for first in range(0, table.num_rows, WINDOW_SAMPLES):
-            count_window(self.statistics, table.slice(first, WINDOW_SAMPLES).to_batches())
+            count_window(self.counters, table.slice(first, WINDOW_SAMPLES).to_batches())
 
     def _write_part(self, first: int) -> DataFile:
         path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"
@@ -99,7 +99,7 @@ class SplitWriter:
         try:
             for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
                 batch = self.finisher.finish(window)
-                count_window(self.statistics, [batch])
+                count_window(self.counters, [batch])
                 writer = writer or part_writer(self.out / path, batch.schema)
                 writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                 num_rows += batch.num_rows
@@ -110,13 +110,13 @@ class SplitWriter:
         return DataFile(path=path, num_rows=num_rows)
 
 
-def count_window(statistics: Mapping[str, FeatureStatistics], batches: Sequence[pa.RecordBatch]) -> None:
-    """Add the finished rows of one window, of at most 65,536, to the statistics of some features."""
+def count_window(counters: Mapping[str, WindowCounter], batches: Sequence[pa.RecordBatch]) -> None:
+    """Add the finished rows of one window, of at most 65,536, to the counters of some features."""
     num_rows = sum(batch.num_rows for batch in batches)
     assert num_rows <= WINDOW_SAMPLES
-    for name, counted in statistics.items():
+    for name, counter in counters.items():
         ids = [split_lists(batch.column(name))[0] for batch in batches]
-        counted.add_window(ids[0] if len(ids) == 1 else np.concatenate(ids), num_rows)
+        counter.add_window(ids[0] if len(ids) == 1 else np.concatenate(ids), num_rows)
 
 
 def part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

@@ -1,7 +1,8 @@
 """`meseta prepare --recipe-only`: all that the first pass finds out, and where rows begin; no row goes to the disk.
 
 Features whose rows are known at once are counted on the way. Those with vocabularies are when these are complete: the
-training rows are then made once more, through the recipe itself.
+training rows are then made once more, through the recipe itself. So are the rows of the test split, whose unseen values
+are known once all training rows are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.features import Tables
-from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics, WindowCounter
 from meseta.data.dataset.touched import write_touched
 from meseta.data.formats.format import Source
 from meseta.data.prepare.earlier import layout_of_dataset
@@ -33,16 +34,16 @@ from meseta.spec import MesetaError
 
 
 class StatisticsFiles:
-    """What was counted of features so far, in files of a folder, of which a journal speaks."""
+    """Counters of features, saved in files of a folder that a journal refers to."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._folder, self._stem = folder, stem
         self._saved: list[Path] = []
 
-    def save(self, statistics: Mapping[str, FeatureStatistics], num_windows: int) -> str:
+    def save(self, counters: Mapping[str, WindowCounter], num_windows: int) -> str:
         """Write a file, named by what was counted, and return its name; the last but one is removed."""
         path = self._folder / f"{self._stem}-{num_windows}.arrow"
-        states = [one.get_state() for one in statistics.values()]
+        states = [one.get_state() for one in counters.values()]
         numbers = pa.array([numbers for numbers, _ in states], pa.list_(pa.int64()))
         seen = pa.array([seen for _, seen in states], pa.large_binary())
         batch = pa.record_batch({"numbers": numbers, "seen": seen})
@@ -54,12 +55,12 @@ class StatisticsFiles:
             self._saved.pop(0).unlink(missing_ok=True)
         return path.name
 
-    def load(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> None:
+    def load(self, name: str, counters: Mapping[str, WindowCounter]) -> None:
         """Go on from a file that `save` wrote, of the same features in the same order."""
         self._saved = [self._folder / name]
         with pa.OSFile(str(self._folder / name), "rb") as file:
             batch = pa.ipc.open_stream(file).read_next_batch()
-        for one, numbers, seen in zip(statistics.values(), batch["numbers"], batch["seen"], strict=True):
+        for one, numbers, seen in zip(counters.values(), batch["numbers"], batch["seen"], strict=True):
             one.set_state(numbers.as_py(), seen.as_py())
 
 
@@ -143,41 +144,54 @@ class RecipeMaking:
             raise MesetaError("prepare: no recipe can tell of these columns yet; prepare them without --recipe-only")
 
     def _count(self, dataset: Dataset, recipe: Recipe, tables: Tables, num_threads: int) -> None:
-        """The statistics of features with vocabularies."""
-        statistics = {name: tables.statistics[name] for name in tables.vocabularies}
-        if not statistics:
+        """Count what the first pass could not: training rows for vocabularies, and the test split."""
+        counters: dict[str, Mapping[str, WindowCounter]] = {
+            "train": {name: tables.statistics[name] for name in tables.vocabularies},
+            "test": tables.test_lookups,
+        }
+        num_rows = {name: tally.num_rows for name, tally in self.tallies.items() if counters.get(name)}
+        total_rows, num_before = sum(num_rows.values()), 0
+        if not total_rows:
             return
-        finisher = Finisher(
-            self.encoder.layout, self.training.moments.mean, self.training.moments.std, tables.vocabularies
-        )
+        moments = self.training.moments
         maker = RowMaker(
             recipe.sources_of(dataset),
             SourceIndex.load(recipe, dataset),
             self.encoder,
-            finisher,
+            Finisher(self.encoder.layout, moments.mean, moments.std, tables.vocabularies),
             skips_bad_rows=recipe.skips_bad_rows,
             num_threads=num_threads,
         )
-        files = StatisticsFiles(self.staging.scratch, "counted")
-        num_rows, done = self.training.num_rows, self.staging.state.get("count", {"num_windows": 0})
+        for split, of_split in num_rows.items():
+            for num_windows in self._count_split(maker, recipe, split, counters[split]):
+                so_far = num_before + min(num_windows * WINDOW_SAMPLES, of_split)
+                self.progress("count", so_far, so_far / total_rows)
+            num_before += of_split
+
+    def _count_split(
+        self, maker: RowMaker, recipe: Recipe, split: str, counters: Mapping[str, WindowCounter]
+    ) -> Iterator[int]:
+        """Count a split window by window, and yield the number of windows so far."""
+        files = StatisticsFiles(self.staging.scratch, f"counted-{split}")
+        done = self.staging.state.get("count", {}).get(split, {"num_windows": 0})
         if done["num_windows"]:
-            files.load(done["file"], statistics)
+            files.load(done["file"], counters)
         first = done["num_windows"]
-        for number, window in enumerate(_windows(maker, recipe, first), first + 1):
-            count_window(statistics, window)
-            so_far = min(number * WINDOW_SAMPLES, num_rows)
-            self.progress("count", so_far, so_far / num_rows)
+        for number, window in enumerate(_windows(maker, recipe, split, first), first + 1):
+            count_window(counters, window)
+            yield number
             if self.staging.is_due:
-                state = {"num_windows": number, "file": files.save(statistics, number)}
-                self.staging.commit({**self.staging.state, "count": state})
+                so_far = {"num_windows": number, "file": files.save(counters, number)}
+                of_splits = {**self.staging.state.get("count", {}), split: so_far}
+                self.staging.commit({**self.staging.state, "count": of_splits})
 
 
-def _windows(maker: RowMaker, recipe: Recipe, first: int) -> Iterator[list[pa.RecordBatch]]:
-    """The training rows from window `first` on, window by window of 65,536."""
+def _windows(maker: RowMaker, recipe: Recipe, split: str, first: int) -> Iterator[list[pa.RecordBatch]]:
+    """Rows of a split from window `first` on, window by window of 65,536."""
     of_window = WINDOW_SAMPLES // recipe.group_rows
-    groups = range(first * of_window, len(maker.group_rows("train")))
+    groups = range(first * of_window, len(maker.group_rows(split)))
     batches: list[pa.RecordBatch] = []
-    for group, table in zip(groups, maker.groups("train", groups), strict=True):
+    for group, table in zip(groups, maker.groups(split, groups), strict=True):
         batches += table.to_batches()
         if (group + 1) % of_window == 0:
             yield batches
