@@ -23,9 +23,10 @@ from meseta.data.formats.format import (
     TextForm,
     named_errors,
 )
-from meseta.data.formats.parquet_files import open_parquet, parquet_sample, parquet_schema
+from meseta.data.formats.parquet_files import check_batch, open_parquet, parquet_sample, parquet_schema
 from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
-from meseta.data.formats.parse_parquet import parse_parquet
+from meseta.data.formats.parquet_types import is_list
+from meseta.data.formats.parse_parquet import key_values, parse_parquet
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.row_queue import RowQueue
@@ -101,13 +102,14 @@ class Parquet(RawFormat):
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Values as they are stored, in the types common to all files."""
-        return _batch(block).select(list(names)).cast(schema)
+        batch = _batch(block).select(list(names))
+        arrays = [key_values(block, name, batch.column(name), schema.field(name).type) for name in names]
+        return pa.record_batch(arrays, schema)
 
     def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those with nulls alone, of numbers NaN too."""
-        table = parquet_sample(sources, names)
-        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        return {name for name, column in columns.items() if len(column) and _is_empty(column)}
+        sample = parquet_sample(sources, names)
+        return {name for name, arrays in sample.items() if any(map(len, arrays)) and all(map(_is_empty, arrays))}
 
     def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
         """Lists stay lists, with or without weights, and numbers numbers."""
@@ -127,6 +129,11 @@ class Parquet(RawFormat):
         present = parquet_layout_of(source, schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
+                kind = parquet_schema(source).field(before.raw).type
+                if pa.types.is_null(kind) or (
+                    before.multi_valued and is_list(kind) and pa.types.is_null(kind.value_type)
+                ):
+                    continue
                 kinds = {True: "lists", False: "single values"}
                 how = "with weights" if before.weighted else "without weights"
                 raise MesetaError(
@@ -200,6 +207,7 @@ class ParquetCursor:
             batch = next(self._batches or iter(()), None)
             if batch is None:
                 raise MesetaError(f"source {self._source.path!r} is truncated or damaged; fetch it again")
+            check_batch(batch)
             self._waiting.add(batch)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from meseta.data.formats.format import Block, Source
-from meseta.spec import MesetaError
+from meseta.data.formats.parquet_types import ColumnTypes
 
 
 class RawColumns:
@@ -16,11 +16,12 @@ class RawColumns:
     def __init__(self, sources: Sequence[Source], names: Sequence[str]) -> None:
         """Raises MesetaError for a column that a file lacks or has twice, and for types without a common one."""
         self._names = list(dict.fromkeys(names))
-        schemas = [source.format.key_schema(f"keys: source {source.path!r}", source, self._names) for source in sources]
-        try:
-            self.schema = pa.unify_schemas(schemas, promote_options="permissive").remove_metadata()
-        except pa.ArrowException as error:
-            raise MesetaError(f"keys: {error}; leave that column out") from None
+        types = ColumnTypes()
+        for source in sources:
+            types.add(source.path, source.format.key_schema(f"keys: source {source.path!r}", source, self._names))
+        for name in self._names:
+            types.check(name)
+        self.schema = types.common.remove_metadata()
 
     def of(self, block: Block) -> pa.RecordBatch:
         """The rows of a block, with `schema`."""
