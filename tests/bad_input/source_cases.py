@@ -130,8 +130,46 @@ def encoding_of_parquet(place: Place) -> list[Any]:
     return ["prepare", place.folder / "log.parquet", "--out", place.folder / "out", "--encoding", "cp1252"]
 
 
+def parts(place: Place, one: pa.Array, other: pa.Array) -> list[Any]:
+    for name, column in (("a", one), ("b", other)):
+        table = pa.table({"label": [row % 2 for row in range(len(column))], "shop_id": column})
+        pq.write_table(table, place.folder / f"{name}.parquet")
+    return ["prepare", place.folder / "a.parquet", place.folder / "b.parquet", "--out", place.folder / "out"]
+
+
+def columns_of_two_kinds(place: Place) -> list[Any]:
+    return parts(place, pa.array([1, 2, 1, 2]), pa.array(["1", "2", "1", "2"]).dictionary_encode())
+
+
+def digits_that_doubles_lose(place: Place) -> list[Any]:
+    return parts(place, pa.array([1.0, 2.0, None, 1.0]), pa.array([1, 2, 2**53 + 1, 2]))
+
+
+def parquet_text_of_other_bytes(place: Place) -> list[Any]:
+    cities = [f"c{row % 5}".encode() for row in range(300)]
+    cities[7] = "Köln".encode("cp1252")
+    return [*parts(place, pa.array(cities).view(pa.string()), pa.array(["c1", "c2"])), "--sparse", "shop_id"]
+
+
+def value_outside_its_dictionary(place: Place) -> list[Any]:
+    command = parts(place, pa.array([["a", "b"], ["b"]] * 3, pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+                    pa.array([["a"]]))  # fmt: skip
+    path = place.folder / "a.parquet"
+    pq.write_table(pq.read_table(path), path, compression="none")
+    content = path.read_bytes()
+    for at in range(4, len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 2]) + content[at + 1 :])
+        try:
+            pq.read_table(path).validate(full=True)
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+            if "Dictionary indices invalid" in str(error):
+                return command
+    raise AssertionError
+
+
 SOURCES = (archive_of_several_files, encrypted_archive, archive_by_another_method, tar_archive, unread_compression)
 SOURCES += (compressed_twice, compressed_parquet, xz_of_much_memory, zstd_of_much_memory, lines_of_old_macs)
 SOURCES += (list_of_json, objects_of_several_lines, row_of_no_json, key_of_json_twice, large_integer_of_json)
 SOURCES += (object_in_a_row, keys_as_values, category_of_other_bytes, category_of_no_encoding, unknown_encoding)
 SOURCES += (encoding_of_host_names, encoding_of_parquet)
+SOURCES += (columns_of_two_kinds, digits_that_doubles_lose, parquet_text_of_other_bytes, value_outside_its_dictionary)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bad_input.commands import run_here, within
+from bad_input.commands import within
 from bad_input.spoil import spoil_bytes
 from data.click_log import hashed, read_split
 from meseta.data.prepare import PrepareOptions, prepare
@@ -27,6 +27,7 @@ NUM_TESTS = 200
 """10,000 files."""
 NUM_ROWS = 60
 TAGS = [[f"tag {place}" for place in range(row % 4)] for row in range(NUM_ROWS)]
+BIDS = pa.list_(pa.struct([("id", pa.string()), ("w", pa.float32())]))
 TABLE = pa.table(
     {
         "label": [row % 2 for row in range(NUM_ROWS)],
@@ -37,11 +38,10 @@ TABLE = pa.table(
         "seen": pa.array(TAGS, pa.list_(pa.dictionary(pa.int32(), pa.string()))),
         "amount": pa.array(range(NUM_ROWS)).cast(pa.decimal128(30, 2)),
         "timestamp": pa.array(range(NUM_ROWS), pa.timestamp("ms")),
-        "bids": pa.array(
-            [[(tag, 1.5) for tag in tags] for tags in TAGS], pa.list_(pa.struct([("id", pa.string()), ("w", pa.float32())]))
-        ),
+        "bids": pa.array([[(tag, 1.5) for tag in tags] for tags in TAGS], BIDS),
     }
-)  # fmt: skip
+)
+SCHEMA = "label: label\ndense: [price, amount]\ncategorical: [city, name, tags, seen, bids]\ntime: timestamp\n"
 CATEGORIES = ("city", "name", "tags", "seen")
 
 
@@ -87,7 +87,9 @@ def check(folder: Path, data: bytes, where: object) -> bool:
     path.write_bytes(data)
     options: dict[str, Any] = {"hash_rows": 500, "test_fraction": 0.0, "force": True, "num_threads": 2}
     schema = folder / "schema.yaml"
-    schema.write_text("label: label\ndense: [price, amount]\ncategorical: [city, name, tags, seen, bids]\ntime: timestamp")
+    schema.write_text(
+        "label: label\ndense: [price, amount]\ncategorical: [city, name, tags, seen, bids]\ntime: timestamp"
+    )
     with within(60, str(where)):
         try:
             prepare(PrepareOptions(sources=[str(path)], out=folder / "out", schema=schema, **options))

@@ -234,6 +234,8 @@ class SourceForm(Record):
     """CSV: names of all columns, where files do not begin with them."""
     encoding: Annotated[str, AfterValidator(_check_codec)] | None = None
     """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
+    partition_keys: tuple[ColumnName, ...] = ()
+    """Columns that folders such as `date=2026-01-31` made."""
     separators: dict[str, Sign] = {}
     """CSV: feature -> the separator of its values."""
     weights: dict[str, ColumnName] = {}

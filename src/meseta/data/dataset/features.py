@@ -87,6 +87,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
         delimiter=layout.delimiter,
         header=layout.header if raw_format.is_delimited else (),
         encoding=layout.encoding,
+        partition_keys=layout.partition_keys,
         separators={column.name: column.separator for column in layout.sparse if column.separator is not None},
         weights={name: sign for name, sign in weights.items() if sign is not None},
     )

@@ -23,7 +23,7 @@ from meseta.data.formats.format import (
     TextForm,
     named_errors,
 )
-from meseta.data.formats.parquet_files import check_batch, open_parquet, parquet_sample, parquet_schema
+from meseta.data.formats.parquet_files import check_batch, open_parquet, parquet_sample, parquet_schema, source_schema
 from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
 from meseta.data.formats.parquet_types import is_list
 from meseta.data.formats.parse_parquet import key_values, parse_parquet
@@ -129,7 +129,7 @@ class Parquet(RawFormat):
         present = parquet_layout_of(source, schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
-                kind = parquet_schema(source).field(before.raw).type
+                kind = source_schema(source).field(before.raw).type
                 if pa.types.is_null(kind) or (
                     before.multi_valued and is_list(kind) and pa.types.is_null(kind.value_type)
                 ):
@@ -148,13 +148,14 @@ class ParquetCursor:
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0
-        self._source, self._columns = source, list(columns)
+        self._source, self._columns = source, source.own_columns(columns)
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._waiting = RowQueue()
         with ExitStack() as stack, named_errors(source.path):
             self._file = stack.enter_context(open_parquet(source.path))
             sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
             self._group_ends = np.cumsum(sizes, dtype=np.int64)
+            self._columns = self._columns or self._file.schema_arrow.names[:1]
             self._open = stack.pop_all()
         self.num_rows = self._file.metadata.num_rows
         """Of the file."""

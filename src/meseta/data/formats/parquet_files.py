@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from meseta.data.formats.format import Source, named_errors
 from meseta.data.formats.parquet_types import ColumnTypes, is_list, is_string, is_whole
+from meseta.data.formats.partitions import check_partition, partition_type, sampled_partitions
 from meseta.data.formats.sample import NUM_PIECES, rows_per_file, spread
 from meseta.machine.remote import is_url, open_file
 from meseta.spec import MesetaError
@@ -40,8 +41,21 @@ def parquet_schema(source: Source) -> pa.Schema:
         return file.schema_arrow
 
 
+def source_schema(source: Source, sources: Sequence[Source] = ()) -> pa.Schema:
+    """Columns of a file and those that its folders make, whose types are inferred from their values in all `sources`.
+
+    Raises MesetaError for a damaged file, and for a column that is both."""
+    schema = parquet_schema(source)
+    check_partition(f"source {source.path!r}", source.partition, schema.names)
+    for name in source.partition:
+        values = dict.fromkeys(one.partition.get(name) or "" for one in sources or (source,))
+        schema = schema.append(pa.field(name, partition_type(list(values))))
+    return schema
+
+
 def parquet_sample(sources: Sequence[Source], columns: Sequence[str]) -> dict[str, list[pa.Array]]:
     """Column -> its values in the sampled rows of files that have it, each in its own type; of dictionaries the values.
+    Columns that folders make are sampled from all files.
 
     Raises MesetaError for a damaged file."""
     chosen = spread(sources)
@@ -51,6 +65,8 @@ def parquet_sample(sources: Sequence[Source], columns: Sequence[str]) -> dict[st
         for batch in _sampled_batches(source, columns, num_rows):
             for name, array in zip(batch.schema.names, batch.columns, strict=True):
                 sample[name].append(plain_values(array))
+    partitions = sampled_partitions([source.partition for source in sources])
+    sample |= {name: [pa.array(partitions[name])] for name in columns if name in partitions}
     return sample
 
 
@@ -116,7 +132,8 @@ def check_exact(sources: Sequence[Source], types: ColumnTypes, columns: Sequence
     for source in sources if mixed else ():
         with named_errors(source.path), open_parquet(source.path) as file:
             schema = file.schema_arrow
-            names = [name for name in mixed if may_lose(schema.field(name).type, kinds[name])]
+            own = source.own_columns(mixed)
+            names = [name for name in own if may_lose(schema.field(name).type, kinds[name])]
             for batch in file.iter_batches(columns=names) if names else ():
                 check_batch(batch)
                 for name, array in zip(batch.schema.names, batch.columns, strict=True):

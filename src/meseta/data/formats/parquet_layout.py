@@ -9,7 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from meseta.data.formats.format import Source
-from meseta.data.formats.parquet_files import ColumnTypes, check_exact, parquet_sample, parquet_schema
+from meseta.data.formats.parquet_files import ColumnTypes, check_exact, parquet_sample, source_schema
 from meseta.data.formats.parquet_types import (
     is_feature,
     is_fraction,
@@ -21,6 +21,7 @@ from meseta.data.formats.parquet_types import (
     is_string,
     is_text,
 )
+from meseta.data.formats.partitions import guess_partition
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.guess import (
     NAMELESS,
@@ -75,7 +76,7 @@ def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTyp
     types = ColumnTypes()
     expected: Sequence[str] = ()
     for source in sources:
-        present = parquet_schema(source)
+        present = source_schema(source, sources)
         if schema is not None:
             check_names(f"source {str(source.path)!r}", [*schema.columns, *schema.weights.values()], present.names)
         elif source is first:
@@ -121,6 +122,7 @@ def _guessed(sources: Sequence[Source], types: ColumnTypes, named: NamedColumns)
     guesses = {
         field.name: chosen.get(field.name)
         or _guess_by_name(field.name, weights.get(field.name))
+        or (guess_partition(field.name, texts[field.name]) if field.name in sources[0].partition else None)
         or _guess(field, types, texts.get(field.name))
         for field in free
     }
@@ -186,7 +188,7 @@ def _texts(arrays: Sequence[pa.Array]) -> list[str]:
 
 def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
     """The layout of one file that a schema gives. Raises MesetaError for a missing column or one of a wrong type."""
-    return _layout_of(f"source {str(source.path)!r}", parquet_schema(source), wanted)
+    return _layout_of(f"source {str(source.path)!r}", source_schema(source), wanted)
 
 
 def _layout_of(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:

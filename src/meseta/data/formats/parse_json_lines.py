@@ -21,13 +21,13 @@ from meseta.spec import MesetaError
 def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
-    names = layout.columns
+    names = block.source.own_columns(layout.columns)
     columns = decoded_columns(block, raw, names, lists)
     singles = [name for name in names if name not in lists]
     table = pa.table({name: as_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
     lists_of = {name: columns[name] for name in lists}
-    return read_rows(_JsonColumns(block, raw, layout, table, places, lists_of), layout, block.num_rows)
+    return read_rows(_JsonColumns(block, raw, layout, table, places, lists_of), layout, block)
 
 
 def list_columns(layout: RawLayout) -> list[str]:
@@ -41,7 +41,7 @@ def decoded_columns(block: Block, raw: bytes, names: Sequence[str], lists: Seque
 
     Raises MesetaError naming the file, the line and, of a value of another kind, the column.
     """
-    decode = RowDecoder().decode
+    decode, partition = RowDecoder().decode, block.source.partition
     columns: dict[str, list[Any]] = {name: [] for name in names}
     takers = [(name, texts_of if name in lists else text_of, columns[name]) for name in names]
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_line + 1):
@@ -49,6 +49,9 @@ def decoded_columns(block: Block, raw: bytes, names: Sequence[str], lists: Seque
             row = decode(line)
         except MesetaError as error:
             raise _error(block, number, str(error)) from None
+        for name in partition:
+            if name in row:
+                raise _error(block, number, f"column {name!r} is also a folder of this file")
         for name, take, values in takers:
             value = take(row.get(name))
             if value is None:
@@ -103,7 +106,7 @@ class _JsonColumns(CsvColumns):
         return _error(self.block, number, f"column {name!r}: {repr(value)[:40]} {problem}")
 
     def explain(self, detail: str) -> MesetaError:
-        for name in self.layout.numbers:
+        for name in self.block.source.own_columns(self.layout.numbers):
             for row, text in enumerate(self.texts(name).to_pylist()):
                 if rule := rule_broken(text.decode(), is_label=name in self.layout.plain_labels):
                     return self.error(row, name, rule)

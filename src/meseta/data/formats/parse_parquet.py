@@ -25,7 +25,7 @@ from meseta.spec import MesetaError
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_ParquetColumns(block, batch), layout, block.num_rows)
+    return read_rows(_ParquetColumns(block, batch), layout, block)
 
 
 @dataclass(frozen=True)

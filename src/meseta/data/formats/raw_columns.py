@@ -18,11 +18,20 @@ class RawColumns:
         self._names = list(dict.fromkeys(names))
         types = ColumnTypes()
         for source in sources:
-            types.add(source.path, source.format.key_schema(f"keys: source {source.path!r}", source, self._names))
+            own = source.own_columns(self._names)
+            schema = source.format.key_schema(f"keys: source {source.path!r}", source, own)
+            made = [pa.field(name, pa.string()) for name in self._names if name in source.partition]
+            types.add(source.path, pa.schema([*schema, *made]))
         for name in self._names:
             types.check(name)
-        self.schema = types.common.remove_metadata()
+        self.schema = pa.schema([types.common.field(name) for name in self._names])
 
     def of(self, block: Block) -> pa.RecordBatch:
         """The rows of a block, with `schema`."""
-        return block.source.format.key_columns(block, self._names, self.schema)
+        own, partition = block.source.own_columns(self._names), block.source.partition
+        if len(own) == len(self._names):
+            return block.source.format.key_columns(block, own, self.schema)
+        schema = pa.schema([self.schema.field(name) for name in own])
+        batch = block.source.format.key_columns(block, own, schema)
+        made = {name: pa.repeat(pa.scalar(value, pa.string()), block.num_rows) for name, value in partition.items()}
+        return pa.record_batch([batch[name] if name in own else made[name] for name in self._names], self.schema)
