@@ -23,7 +23,14 @@ from meseta.data.formats.format import (
     TextForm,
     named_errors,
 )
-from meseta.data.formats.parquet_files import check_batch, open_parquet, parquet_sample, parquet_schema, source_schema
+from meseta.data.formats.parquet_files import (
+    BLOCK_ROWS,
+    open_parquet,
+    parquet_sample,
+    parquet_schema,
+    read_batches,
+    source_schema,
+)
 from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
 from meseta.data.formats.parquet_types import is_list
 from meseta.data.formats.parse_parquet import key_values, parse_parquet
@@ -32,9 +39,6 @@ from meseta.data.raw_rows import RawRows
 from meseta.data.row_queue import RowQueue
 from meseta.data.schema.schema import Schema, check_names
 from meseta.spec import MesetaError
-
-BLOCK_ROWS = 32_768
-"""Rows of a block."""
 
 
 class Parquet(RawFormat):
@@ -188,7 +192,7 @@ class ParquetCursor:
         if row < self.row or group > here or self._batches is None:
             self.row = int(self._group_ends[group - 1]) if group else 0
             groups = list(range(group, self._group_ends.size))
-            self._batches = self._file.iter_batches(BLOCK_ROWS, row_groups=groups, columns=self._columns)
+            self._batches = read_batches(self._file, groups, self._columns)
             self._waiting = RowQueue()
         while self.row < row:
             self._wait_for(1)
@@ -208,7 +212,6 @@ class ParquetCursor:
             batch = next(self._batches or iter(()), None)
             if batch is None:
                 raise MesetaError(f"source {self._source.path!r} is truncated or damaged; fetch it again")
-            check_batch(batch)
             self._waiting.add(batch)
 
 

@@ -18,6 +18,8 @@ from meseta.data.formats.sample import NUM_PIECES, rows_per_file, spread
 from meseta.machine.remote import is_url, open_file
 from meseta.spec import MesetaError
 
+BLOCK_ROWS = 32_768
+"""Rows of a block."""
 _EXACT_WHOLE = 2**53
 """Up to this size, float64 holds every whole number."""
 _EXACT_DIGITS = 15
@@ -70,6 +72,17 @@ def parquet_sample(sources: Sequence[Source], columns: Sequence[str]) -> dict[st
     return sample
 
 
+def read_batches(
+    file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], num_rows: int = BLOCK_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Some columns of row groups, in batches of up to `num_rows` rows. Raises pyarrow.ArrowException for what no sound
+    file holds, but for text that is not UTF-8."""
+    for group in groups:  # one by one: Arrow cannot join the dictionaries of lists in several
+        for batch in file.iter_batches(num_rows, row_groups=[group], columns=list(columns)):
+            _check_batch(batch)
+            yield batch
+
+
 def _sampled_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
     """From row groups at equal distances."""
     with named_errors(source.path), open_parquet(source.path) as file:
@@ -78,14 +91,10 @@ def _sampled_batches(source: Source, columns: Sequence[str], num_rows: int) -> I
         number = min(file.num_row_groups, NUM_PIECES)
         for piece in range(number):
             group = piece * file.num_row_groups // number
-            batches = file.iter_batches(-(-num_rows // number), row_groups=[group], columns=names)
-            for batch in itertools.islice(batches, 1):
-                check_batch(batch)
-                yield batch
+            yield from itertools.islice(read_batches(file, [group], names, -(-num_rows // number)), 1)
 
 
-def check_batch(batch: pa.RecordBatch) -> None:
-    """Raise pyarrow.ArrowInvalid for values that no sound file has, except for text that is not UTF-8."""
+def _check_batch(batch: pa.RecordBatch) -> None:
     for column in batch.columns:
         try:
             column.validate(full=True)
@@ -134,8 +143,7 @@ def check_exact(sources: Sequence[Source], types: ColumnTypes, columns: Sequence
             schema = file.schema_arrow
             own = source.own_columns(mixed)
             names = [name for name in own if may_lose(schema.field(name).type, kinds[name])]
-            for batch in file.iter_batches(columns=names) if names else ():
-                check_batch(batch)
+            for batch in read_batches(file, range(file.num_row_groups if names else 0), names):
                 for name, array in zip(batch.schema.names, batch.columns, strict=True):
                     value = _inexact(array, kinds[name])
                     if value is not None:
