@@ -22,6 +22,7 @@ import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 import pytest
 
+from bad_input.commands import run_here
 from data.click_log import hashed, make_lines, read_split
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.dataset.dataset import FILE_NAME
@@ -32,6 +33,7 @@ from meseta.data.prepare.record import RECORD_NAME
 from meseta.machine.files import parse_json
 from meseta.spec import MesetaError
 from sampling import product, sample
+from small_run import settings, train
 
 Row = dict[str, Any]
 KINDS = ("csv", "csv.gz", "tsv", "dat", "jsonl", "parquet")
@@ -146,6 +148,47 @@ def test_values_are_those_that_arrow_reads(tmp_path: Path, kind: str) -> None:
         datetime.datetime.fromisoformat(f"{day}T00:00:00+00:00").timestamp() for day in expected["date"].to_pylist()
     ]
     assert prepared["date"].to_pylist() == days
+
+
+MIXES = [
+    {"city": pa.string(), "hour": pa.int8(), "price": pa.float32(), "label": pa.bool_()},
+    {"city": pa.dictionary(pa.int8(), pa.string()), "hour": pa.float64(), "price": pa.float64(), "label": pa.int64()},
+    {"city": pa.large_string(), "hour": pa.uint64(), "price": pa.decimal128(9, 3), "label": pa.float32()},
+    {"city": pa.string_view(), "hour": pa.decimal128(19, 0), "price": pa.float16(), "label": pa.uint8()},
+]
+
+
+def test_one_table_in_every_form(tmp_path: Path) -> None:
+    """Every kind of file, and Parquet whose files differ in type, in folders and not."""
+    schema, keys = schema_file(tmp_path), ("country",)
+    tables = []
+    for kind in KINDS:
+        ordered = write_tree(tmp_path / kind, kind, rows(), keys)
+        run(tmp_path, f"{tmp_path}/{kind}", out=f"out-{kind}", schema=schema)
+        tables.append(read_split(tmp_path / f"out-{kind}", "train"))
+    for number, (first, mix) in enumerate(zip(range(0, 240, 60), MIXES, strict=True)):
+        table = {name: [row[name] for row in ordered[first : first + 60]] for name in NAMES}
+        columns = {name: pa.array(values) for name, values in table.items()}
+        columns |= {name: columns[name].cast(kind) for name, kind in mix.items()}
+        pq.write_table(pa.table(columns), tmp_path / f"mixed-{number}.parquet")
+    run(tmp_path, f"{tmp_path}/mixed-*.parquet", out="mixed", schema=schema)
+    assert all(table.equals(tables[0]) for table in [*tables, read_split(tmp_path / "mixed", "train")])
+
+
+def test_predictions_of_a_folder(tmp_path: Path) -> None:
+    """`predict --data FOLDER` takes raw files, unless the folder is a prepared dataset."""
+    write_tree(tmp_path / "logs", "csv", rows(), ("country",))
+    run(tmp_path, f"{tmp_path}/logs", schema=schema_file(tmp_path), test_fraction=0.3)
+    train(settings(tmp_path / "out", tmp_path / "run"))
+    ordered = write_tree(tmp_path / "new", "csv", rows(50, seed=1), ("country",))
+    num_test_rows = Dataset.load(tmp_path / "out").splits["test"].num_rows
+    for source, num_rows in (("new", 50), ("out", num_test_rows)):
+        ended = run_here("predict", tmp_path / "run", "--data", tmp_path / source, "--out", tmp_path / "p.csv")
+        assert ended.code == 0, ended.err
+        assert len((tmp_path / "p.csv").read_text().splitlines()) == num_rows + 1
+    run_here("predict", tmp_path / "run", "--data", tmp_path / "new", "--keys", "country", "--out", tmp_path / "p.csv")
+    with (tmp_path / "p.csv").open(newline="") as file:
+        assert [row["country"] for row in csv.DictReader(file)] == [row["country"] or "" for row in ordered]
 
 
 @pytest.mark.parametrize("kind", KINDS)
