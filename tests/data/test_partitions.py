@@ -220,6 +220,7 @@ def test_roles_are_inferred_from_the_values_in_all_files(tmp_path: Path, kind: s
         ("logs/date=*", ("date", "country")),
         ("logs/", ("date", "country")),
         ("log?/**/*.csv", ("date", "country")),
+        ("logs/**", ("date", "country")),
     ],
 )
 @pytest.mark.parametrize("root", ["", "memory://{name}/"])

@@ -32,8 +32,8 @@ def predict(
         typer.Option(
             "--data",
             metavar="DIR|FILE",
-            help="Another prepared dataset with the same features; or raw files, patterns or URLs, with labels or "
-            "without; repeatable.",
+            help="Another prepared dataset with the same features; or raw files, folders, patterns or URLs, with "
+            "labels or without; repeatable.",
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -148,18 +148,18 @@ def find(pattern: str) -> list[FoundFile]:
     """
     if is_url(pattern):
         with remote_errors("source", pattern, "read"):
-            return sorted(_find_remote(pattern))
+            return sorted({*_find_remote(pattern)})
     # A name that exists is itself, even where it holds the signs of a pattern.
     if Path(pattern).exists():
         matches, start = [pattern], len(pattern)
     else:
         matches, start = glob.glob(pattern, recursive=True), len(_without_wildcards(pattern))
-    found = []
+    found: set[FoundFile] = set()
     for match in matches:
-        if not os.path.isdir(match):
-            found.append(FoundFile(match, match[start:].strip("/")))
-        elif match == pattern or not _is_skipped(match):
-            found += [FoundFile(path, path[start:].strip("/")) for path in _files_below(match)]
+        paths: Iterable[str] = [match]
+        if os.path.isdir(match):
+            paths = _files_below(match) if match == pattern or not _is_skipped(match) else ()
+        found.update(FoundFile(path, path[start:].strip("/")) for path in paths)
     return sorted(found)
 
 

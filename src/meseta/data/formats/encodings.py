@@ -84,10 +84,12 @@ class NotUtf8(NamedTuple):
 
 def first_not_utf8(values: pa.Array) -> NotUtf8 | None:
     """Return the first of strings or binary [n] that is not UTF-8, `None` if all are."""
+    is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    contents = values.cast(pa.large_binary() if is_large else pa.binary())
     try:
-        values.cast(pa.binary()).cast(pa.string())
+        contents.cast(pa.large_string() if is_large else pa.string())
     except pa.ArrowInvalid:
-        places = enumerate(values.cast(pa.binary()).to_pylist())
+        places = enumerate(contents.to_pylist())
         return next(NotUtf8(at, repr(value[:40])[1:]) for at, value in places if value and not _is_utf8(value))
     return None
 

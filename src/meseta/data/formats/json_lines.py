@@ -121,10 +121,11 @@ class JsonLines(TextFormat):
             for line in self._sampled_lines(source, rows_per_file(1, len(chosen))):
                 try:
                     row = _SAMPLER.decode(line)
-                    check_partition(f"source {source.path!r}", source.partition, list(row))
-                    sample.add(row)
                 except MesetaError as error:
                     fault = fault or error
+                else:
+                    check_partition(f"source {source.path!r}", source.partition, row)
+                    sample.add(row)
                 if sample.num_fields > budget:
                     break
             if fault and not sample.num_rows:

@@ -127,7 +127,7 @@ def key_values(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> p
     """Return values as they are, in a type common to all files. Raises MesetaError for one that it does not hold, and
     for text that is not UTF-8."""
     try:
-        values = plain_values(array).cast(kind)
+        values = array if array.type == kind else plain_values(array).cast(kind)
         values.validate(full=True)
     except pa.ArrowInvalid as error:
         where = f"source {block.source.path!r}, from row {block.first_row + 1} on, column {name!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -38,11 +38,10 @@ def partition_of(path: str, inner: str) -> dict[str, str | None]:
     return partition
 
 
-def check_partition(where: str, partition: Partition, names: Sequence[str]) -> None:
+def check_partition(where: str, partition: Partition, names: Collection[str]) -> None:
     """Raise MesetaError, beginning with `where`, if one of the columns `names` of a file is a key of its folders."""
-    known = {*names}
     for key, value in partition.items():
-        if key in known:
+        if key in names:
             raise MesetaError(
                 f"{where} has a column {key!r} and is in a folder '{key}={value}'; rename one, or name the files "
                 "themselves, whose folders are no columns"

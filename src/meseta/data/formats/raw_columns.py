@@ -33,5 +33,10 @@ class RawColumns:
             return block.source.format.key_columns(block, own, self.schema)
         schema = pa.schema([self.schema.field(name) for name in own])
         batch = block.source.format.key_columns(block, own, schema)
-        made = {name: pa.repeat(pa.scalar(value, pa.string()), block.num_rows) for name, value in partition.items()}
-        return pa.record_batch([batch[name] if name in own else made[name] for name in self._names], self.schema)
+        columns = [
+            batch[name]
+            if name in own
+            else pa.repeat(pa.scalar(partition[name], self.schema.field(name).type), block.num_rows)
+            for name in self._names
+        ]
+        return pa.record_batch(columns, self.schema)
