@@ -60,6 +60,15 @@ def option_of_raw_files(place: Place) -> list[Any]:
     return ["predict", place.run(), "--out", place.folder / "p.csv", "--allow-unseen"]
 
 
+def key_that_doubles_lose(place: Place) -> list[Any]:
+    rows = pq.read_table(place.tiny.parent / "tiny.parquet").slice(0, 50)
+    command = ["predict", place.run(), "--out", place.folder / "p.csv", "--keys", "order"]
+    for name, orders in (("a", [2**53 + 1] * 50), ("b", [0.5] * 50)):
+        pq.write_table(rows.append_column("order", [orders]), place.folder / f"{name}.parquet")
+        command += ["--data", place.folder / f"{name}.parquet"]
+    return command
+
+
 def import_export(place: Place, *options: str, states: bool = False, table: str = "*") -> list[Any]:
     """`meseta checkpoint import` of what a run has exported."""
     checkpoint.export(
@@ -118,5 +127,7 @@ def export_by_another_name(place: Place) -> list[Any]:
 
 PREDICTING = (output_column_of_no_name, output_columns_of_one_name, unknown_output_column, unknown_output_label)
 PREDICTING += (key_without_a_column, unseen_values, option_of_raw_files)
+SCORING = (key_that_doubles_lose,)
+"""Predictions of raw rows: the launcher ends the other ranks."""
 IMPORTING = (no_export, export_of_another_version, malformed_export, export_without_states, export_of_some_tables)
 IMPORTING += (damaged_export, export_with_other_moments, export_by_another_name)

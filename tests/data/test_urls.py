@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, memory: str, monkeypatch: 
     system.pipe(f"{memory}/cut.parquet", b"PAR1" + bytes(100))
     assert f"source '{memory}/b.csv': no such file" in refused(tmp_path, f"{memory}/b.csv")
     assert "no file matches" in refused(tmp_path, f"{memory}/*.tsv")
-    assert "is a folder" in refused(tmp_path, memory)
+    assert "cut.csv.gz' is truncated" in refused(tmp_path, memory)  # all files of the folder are read
     assert "empty.csv' is empty" in refused(tmp_path, f"{memory}/empty.csv")
     assert "given twice" in refused(tmp_path, f"{memory}/a.csv", f"{memory}/a*.csv")
     assert "truncated or damaged" in refused(tmp_path, f"{memory}/cut.csv.gz")

@@ -40,8 +40,8 @@ def predict(
         typer.Option(
             "--data",
             metavar="DIR|FILE",
-            help="Another prepared dataset with the same features; or raw files, patterns or URLs, with labels or "
-            "without; repeatable.",
+            help="Another prepared dataset with the same features; or raw files, folders, patterns or URLs, with "
+            "labels or without; repeatable.",
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
@@ -119,8 +119,11 @@ def _predict(
 
 
 def _is_dataset(data: Sequence[str]) -> bool:
-    """Whether it is one folder: raw files are files."""
-    return len(data) == 1 and Path(data[0]).is_dir()
+    """Whether it is one folder with a dataset.json; any other folder holds raw files."""
+    from meseta.data.dataset.dataset import FILE_NAME
+    from meseta.machine.files import is_there
+
+    return len(data) == 1 and is_there(Path(data[0]) / FILE_NAME)
 
 
 def _predict_rows(

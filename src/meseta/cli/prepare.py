@@ -109,7 +109,8 @@ _Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Files, URLs or patterns: CSV and other text, JSON lines, libsvm, libffm or Criteo TSV, or Parquet.",
+        help="Files, folders, URLs or patterns: CSV and other text, JSON lines, libsvm, libffm or Criteo TSV, or "
+        "Parquet.",
     ),
 ]
 _BAD = "Rows that cannot be parsed"

@@ -117,6 +117,9 @@ class RawLayout:
     encoding: str | None = field(default=None, compare=False)
     """Encoding of the text; `None`: its bytes are taken as they are, as former versions did."""
 
+    partition_keys: tuple[str, ...] = field(default=(), compare=False)
+    """Columns that folders such as `date=2026-01-31` make."""
+
     @property
     def plain_labels(self) -> list[str]:
         """The labels that are raw columns of labels."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import errno
 import glob
+import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from meseta.errors import MesetaError, StorageError, one_line, shown
 from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, read_bounded, too_long
@@ -129,19 +130,88 @@ class Status:
     is_folder: bool
 
 
-def find(pattern: str) -> list[str]:
-    """The file of this name, else those that match it as a pattern, in order of name; URLs for a URL.
+class FoundFile(NamedTuple):
+    """A file that a name or a pattern means."""
 
-    Raises MesetaError where its file system cannot be reached or is not installed.
+    name: str
+    inner: str
+    """Its path below the folder that was named, or that the pattern names before its first wildcard; empty if the file
+    was named itself."""
+
+
+def find(pattern: str) -> list[FoundFile]:
+    """Return the file of this name or all files in the folder of this name, else those that match it as a pattern, in
+    order of path; URLs for a URL.
+
+    Below folders, names that begin with _ or . are skipped, as by Hive and Spark.
+    Raises MesetaError if its file system cannot be reached or is not installed, OSError for an unreadable local folder.
     """
-    if not is_url(pattern):
-        # A name that exists is itself, even where it holds the signs of a pattern.
-        return [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-    with remote_errors("source", pattern, "read"):
-        system, path = _filesystem(pattern)
-        if system.exists(path):
-            return [pattern if "::" in pattern else system.unstrip_protocol(path)]
-        return sorted(system.unstrip_protocol(found) for found in system.glob(path)) if glob.has_magic(path) else []
+    if is_url(pattern):
+        with remote_errors("source", pattern, "read"):
+            return sorted({*_find_remote(pattern)})
+    # A name that exists is itself, even where it holds the signs of a pattern.
+    if Path(pattern).exists():
+        matches, start = [pattern], len(pattern)
+    else:
+        matches, start = glob.glob(pattern, recursive=True), len(_without_wildcards(pattern))
+    found: set[FoundFile] = set()
+    for match in matches:
+        paths: Iterable[str] = [match]
+        if os.path.isdir(match):
+            paths = _files_below(match) if match == pattern or not _is_skipped(match) else ()
+        found.update(FoundFile(path, path[start:].strip("/")) for path in paths)
+    return sorted(found)
+
+
+def _find_remote(url: str) -> Iterator[FoundFile]:
+    system, path = _filesystem(url)
+    if "::" in url and system.exists(path):
+        yield FoundFile(url, "")
+        return
+    if system.exists(path):
+        start, entries = path, {path: system.info(path)}
+    else:
+        start = _without_wildcards(path)
+        entries = system.glob(path, detail=True) if glob.has_magic(path) else {}
+    for match, info in entries.items():
+        paths = [match]
+        if info.get("type") == "directory":
+            paths = list(_find_files(system, match)) if match == path or not _is_skipped(match) else []
+        for name in paths:
+            below = name.strip("/")[len(match.strip("/")) + 1 :]
+            if not any(map(_is_skipped, below.split("/"))):
+                yield FoundFile(system.unstrip_protocol(name), name.strip("/")[len(start.strip("/")) :].strip("/"))
+
+
+def _without_wildcards(pattern: str) -> str:
+    """The folders of a pattern before its first wildcard."""
+    parts = pattern.split("/")
+    return "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+
+
+def _is_skipped(path: str) -> bool:
+    return _last(path).startswith(("_", "."))
+
+
+def _files_below(folder: str) -> Iterator[str]:
+    """Files in a folder and in those below it, each folder once. Links to folders elsewhere are followed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    def is_read_elsewhere(path: str) -> bool:
+        return os.path.islink(path) and f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
+
+    seen = set()
+    for path, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        stat = os.stat(path)
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        chosen = [name for name in sorted(folders) if not _is_skipped(name)]
+        folders[:] = [name for name in chosen if not is_read_elsewhere(os.path.join(path, name))]
+        yield from (os.path.join(path, name) for name in names if not _is_skipped(name))
 
 
 def status(name: str) -> Status:

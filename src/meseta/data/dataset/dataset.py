@@ -262,6 +262,8 @@ class SourceForm(Record):
     spelling in text is a value of its own."""
     number_format: NumberFormat | None = None
     """How text spells numbers; `None`: as 1234.5."""
+    partition_keys: tuple[ColumnName, ...] = ()
+    """Columns that folders such as `date=2026-01-31` made."""
     separators: dict[str, Sign] = {}
     """CSV: feature -> the separator of its values."""
     weights: dict[str, ColumnName] = {}

@@ -92,6 +92,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
         encoding=layout.encoding,
         whole_numbers=layout.whole_numbers,
         number_format=layout.number_format,
+        partition_keys=layout.partition_keys,
         separators={column.name: column.separator for column in layout.sparse if column.separator is not None},
         weights={name: sign for name, sign in weights.items() if sign is not None},
     )

@@ -33,6 +33,7 @@ from meseta.data.formats.format import (
     open_text,
 )
 from meseta.data.formats.parse_csv import parse_csv, read_texts
+from meseta.data.formats.partitions import guess_partition, sampled_partitions
 from meseta.data.formats.sample import MAX_SAMPLE_BYTES, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
 from meseta.data.formats.text import BLOCK_BYTES, TextFormat, line_ends, raw_text
 from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
@@ -101,6 +102,7 @@ class Csv(TextFormat):
                 f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' "
                 "or '|', or by the delimiter of a --schema file"
             )
+        names = self.all_columns(source)
         if asked.schema:
             layout = text_layout_of(where, asked.schema, names)
             check_names(where, layout.columns, names)
@@ -108,6 +110,7 @@ class Csv(TextFormat):
         else:
             sample = self._sample(sources, names)
             known, lists = self._typed(source, sample)
+            known = {**known, **{key: guess_partition(key, sample[key]) for key in source.partition}}
             layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header, known=known)
             layout = with_whole_numbers(with_lists(layout, dict.fromkeys(lists, " ")), sample)
             check_names(where, layout.columns, names)
@@ -116,7 +119,7 @@ class Csv(TextFormat):
         used = {*columns}
         ignored = tuple(name for name in names if name not in used)
         for later in sources[1:]:
-            check_names(f"source {str(later.path)!r}", columns, self.columns(later))
+            check_names(f"source {str(later.path)!r}", columns, self.all_columns(later))
         return replace(
             layout, ignored=ignored, delimiter=source.delimiter, header=source.header, encoding=source.encoding
         )
@@ -142,12 +145,13 @@ class Csv(TextFormat):
         """One that does not begin with names has those of all columns, or of all but the labels.
 
         Former datasets have the names of a typed header with the types."""
-        if source.is_typed and not set(layout.feature_columns) <= set(self.columns(source)):
+        columns = source.own_columns(layout.feature_columns)
+        if source.is_typed and not set(columns) <= set(self.columns(source)):
             source = replace(source, is_typed=False)
         if not layout.header:
             return source
         first = self.columns(source)
-        if set(layout.feature_columns) <= set(first):
+        if set(columns) <= set(first):
             return source
         rest = tuple(name for name in layout.header if name not in layout.raw_labels)
         for header in (layout.header, rest):
@@ -241,7 +245,8 @@ class Csv(TextFormat):
             for name, values in columns.items():
                 place = places.get(name)
                 values.extend([] if place is None else [row[place] for row in rows if place < len(row)])
-        return columns
+        partitions = sampled_partitions([source.partition for source in sources])
+        return columns | {name: partitions[name] for name in names if name in partitions}
 
     def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
         """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its

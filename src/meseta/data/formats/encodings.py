@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -64,18 +65,33 @@ def check_text(rows: RawRows, raw: bytes, layout: RawLayout, error: Callable[[in
     for column, values in zip(layout.sparse, rows.sparse, strict=True):
         if column.has_rows:
             continue
-        try:
-            values.values.cast(pa.string())
-        except pa.ArrowInvalid:
-            place, shown = next(
-                (place, value) for place, value in enumerate(values.values.to_pylist()) if not _is_utf8(value)
-            )
-            row = place if values.lengths is None else int((values.lengths.cumsum() <= place).sum())
-            problem = f"{repr(shown[:40])[1:]} is not UTF-8"
+        if fault := first_not_utf8(values.values):
+            row = fault.place if values.lengths is None else int((values.lengths.cumsum() <= fault.place).sum())
+            problem = f"{fault.shown} is not UTF-8"
             if layout.encoding != UTF_8:
                 problem = f"it has bytes that {layout.encoding} does not define"
             problem += "; name the encoding of the file with --encoding, or as encoding in a --schema file"
-            raise error(row, "', '".join(column.columns), problem) from None
+            raise error(row, "', '".join(column.columns), problem)
+
+
+class NotUtf8(NamedTuple):
+    """A value that is not UTF-8."""
+
+    place: int
+    shown: str
+    """Its beginning, for messages."""
+
+
+def first_not_utf8(values: pa.Array) -> NotUtf8 | None:
+    """Return the first of strings or binary [n] that is not UTF-8, `None` if all are."""
+    is_large = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    contents = values.cast(pa.large_binary() if is_large else pa.binary())
+    try:
+        contents.cast(pa.large_string() if is_large else pa.string())
+    except pa.ArrowInvalid:
+        places = enumerate(contents.to_pylist())
+        return next(NotUtf8(at, repr(value[:40])[1:]) for at, value in places if value and not _is_utf8(value))
+    return None
 
 
 def _is_utf8(value: bytes) -> bool:

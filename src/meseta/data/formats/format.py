@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from meseta.data.dataset.dataset import SourceSplit
 from meseta.data.formats.compression import DAMAGED, ByteLines, check_content, decompress, without_ending
 from meseta.data.formats.encodings import UTF_8, as_utf8, encoding_by_mark
+from meseta.data.formats.partitions import Partition, check_partition
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.roles import NamedColumns
@@ -56,6 +57,12 @@ class Source:
     """Whether the names in its header have types, as `user_id:token`, which are no part of them."""
     encoding: str = UTF_8
     """Of its text."""
+    partition: Partition = field(default_factory=dict, hash=False)
+    """Columns that the folders of the file make, with their values."""
+
+    def own_columns(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that are not made by folders."""
+        return [name for name in names if name not in self.partition]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +222,12 @@ class RawFormat(ABC):
     @abstractmethod
     def columns(self, source: Source) -> tuple[str, ...]:
         """Names of the columns of a file."""
+
+    def all_columns(self, source: Source) -> tuple[str, ...]:
+        """Names of the columns of a file and of those that its folders make. Raises MesetaError if one is both."""
+        names = self.columns(source)
+        check_partition(f"source {source.path!r}", source.partition, names)
+        return (*names, *source.partition)
 
     @abstractmethod
     def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from meseta.data.formats.format import AskedColumns, Block, FileHead, Source, TextForm, named_errors, open_text
 from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of
 from meseta.data.formats.parse_json_lines import as_array, parse_json_lines
+from meseta.data.formats.partitions import check_partition, guess_partition, sampled_partitions
 from meseta.data.formats.sample import MAX_FIELDS, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
 from meseta.data.formats.text import BLOCK_BYTES, TextFormat, raw_text
 from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
@@ -68,7 +69,7 @@ class JsonLines(TextFormat):
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Keys of the sampled rows."""
-        return tuple(self._sample([source]).texts)
+        return tuple(self._sample([replace(source, partition={})]).texts)
 
     def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
         """As the schema says, else as named; what that leaves open is inferred from a sample."""
@@ -78,7 +79,9 @@ class JsonLines(TextFormat):
         if asked.schema:
             layout = _layout_of_schema(where, asked.schema, sample)
         else:
-            layout = guessed_text_layout(where, sample.texts, asked.named, has_names=True, known=sample.guesses())
+            known = {key: guess_partition(key, sample.texts[key]) for key in sources[0].partition}
+            known |= sample.guesses()
+            layout = guessed_text_layout(where, sample.texts, asked.named, has_names=True, known=known)
             layout = with_lists(layout, dict.fromkeys(sample.lists))
             layout = with_whole_numbers(layout, {**sample.texts, **sample.items})
         check_names(where, layout.columns, names)
@@ -122,16 +125,21 @@ class JsonLines(TextFormat):
             budget = sample.num_fields + MAX_FIELDS // len(chosen)
             for line in self._sampled_lines(source, rows_per_file(1, len(chosen))):
                 try:
-                    sample.add(_SAMPLER.decode(line))
+                    row = _SAMPLER.decode(line)
                 except MesetaError as error:
                     fault = fault or error
+                else:
+                    check_partition(f"source {source.path!r}", source.partition, row)
+                    sample.add(row)
                 if sample.num_fields > budget:
                     break
             if fault and not sample.num_rows:
                 raise MesetaError(
                     f"source {source.path!r}: no sampled row is an object of JSON: {fault}; {_ONE_A_LINE}"
                 )
-        return sample.finish(f"source {sources[0].path!r}")
+        sample.finish(f"source {sources[0].path!r}")
+        sample.texts |= sampled_partitions([source.partition for source in sources])
+        return sample
 
     def _sampled_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
         """Lines of pieces that begin all over a file; of one that is compressed, remote or small, from its start."""

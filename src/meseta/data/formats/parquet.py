@@ -23,17 +23,22 @@ from meseta.data.formats.format import (
     TextForm,
     named_errors,
 )
-from meseta.data.formats.parquet_files import open_parquet, parquet_sample, parquet_schema
+from meseta.data.formats.parquet_files import (
+    BLOCK_ROWS,
+    open_parquet,
+    parquet_sample,
+    parquet_schema,
+    read_batches,
+    source_schema,
+)
 from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
-from meseta.data.formats.parse_parquet import parse_parquet
+from meseta.data.formats.parquet_types import is_list
+from meseta.data.formats.parse_parquet import key_values, parse_parquet
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.row_queue import RowQueue
 from meseta.data.schema.schema import Schema, check_names
 from meseta.spec import MesetaError
-
-BLOCK_ROWS = 32_768
-"""Rows of a block."""
 
 
 class Parquet(RawFormat):
@@ -101,13 +106,14 @@ class Parquet(RawFormat):
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Values as they are stored, in the types common to all files."""
-        return _batch(block).select(list(names)).cast(schema)
+        batch = _batch(block).select(list(names))
+        arrays = [key_values(block, name, batch.column(name), schema.field(name).type) for name in names]
+        return pa.record_batch(arrays, schema)
 
     def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those with nulls alone, of numbers NaN too."""
-        table = parquet_sample(sources, names)
-        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        return {name for name, column in columns.items() if len(column) and _is_empty(column)}
+        sample = parquet_sample(sources, names)
+        return {name for name, arrays in sample.items() if any(map(len, arrays)) and all(map(_is_empty, arrays))}
 
     def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
         """Lists stay lists, with or without weights, and numbers numbers."""
@@ -128,6 +134,11 @@ class Parquet(RawFormat):
         present = parquet_layout_of(source, schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
+                kind = source_schema(source).field(before.raw).type
+                if pa.types.is_null(kind) or (
+                    before.multi_valued and is_list(kind) and pa.types.is_null(kind.value_type)
+                ):
+                    continue
                 kinds = {True: "lists", False: "single values"}
                 how = "with weights" if before.weighted else "without weights"
                 raise MesetaError(
@@ -142,13 +153,14 @@ class ParquetCursor:
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0
-        self._source, self._columns = source, list(columns)
+        self._source, self._columns = source, source.own_columns(columns)
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._waiting = RowQueue()
         with ExitStack() as stack, named_errors(source.path):
             self._file = stack.enter_context(open_parquet(source.path))
             sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
             self._group_ends = np.cumsum(sizes, dtype=np.int64)
+            self._columns = self._columns or self._file.schema_arrow.names[:1]
             self._open = stack.pop_all()
         self.num_rows = self._file.metadata.num_rows
         """Of the file."""
@@ -181,7 +193,7 @@ class ParquetCursor:
         if row < self.row or group > here or self._batches is None:
             self.row = int(self._group_ends[group - 1]) if group else 0
             groups = list(range(group, self._group_ends.size))
-            self._batches = self._file.iter_batches(BLOCK_ROWS, row_groups=groups, columns=self._columns)
+            self._batches = read_batches(self._file, groups, self._columns)
             self._waiting = RowQueue()
         while self.row < row:
             self._wait_for(1)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from meseta.data.formats.format import Source, named_errors
+from meseta.data.formats.parquet_types import ColumnTypes, is_list, is_string, is_whole
+from meseta.data.formats.partitions import check_partition, partition_type, sampled_partitions
 from meseta.data.formats.sample import NUM_PIECES, rows_per_file, spread
 from meseta.data.schema.guess import SAMPLE_ROWS
 from meseta.machine.remote import is_url, open_file
+from meseta.spec import MesetaError
+
+BLOCK_ROWS = 32_768
+"""Rows of a block."""
+_EXACT_WHOLE = 2**53
+"""Up to this size, float64 holds every whole number."""
+_EXACT_DIGITS = 15
+"""Decimals of up to so many digits are still told apart as float64."""
 
 
 @contextmanager
@@ -32,25 +44,149 @@ def parquet_schema(source: Source) -> pa.Schema:
         return file.schema_arrow
 
 
-def parquet_sample(sources: Sequence[Source], columns: Sequence[str], max_rows: int = SAMPLE_ROWS) -> pa.Table:
-    """Some columns in the sampled rows of files that have them. Raises MesetaError for a damaged file."""
+def source_schema(source: Source, sources: Sequence[Source] = ()) -> pa.Schema:
+    """Columns of a file and those that its folders make, whose types are inferred from their values in all `sources`.
+
+    Raises MesetaError for a damaged file, and for a column that is both."""
+    schema = parquet_schema(source)
+    check_partition(f"source {source.path!r}", source.partition, schema.names)
+    for name in source.partition:
+        values = dict.fromkeys(one.partition.get(name) or "" for one in sources or (source,))
+        schema = schema.append(pa.field(name, partition_type(list(values))))
+    return schema
+
+
+def parquet_sample(
+    sources: Sequence[Source], columns: Sequence[str], max_rows: int = SAMPLE_ROWS
+) -> dict[str, list[pa.Array]]:
+    """Column -> its values in up to about `max_rows` sampled rows of files that have it, each in its own type; of
+    dictionaries the values. Columns that folders make are sampled from all files.
+
+    Raises MesetaError for a damaged file."""
     chosen = spread(sources)
     num_rows = min(rows_per_file(len(columns), len(chosen)), -(-max_rows // len(chosen)))
-    tables = [_sampled_rows(source, columns, num_rows) for source in chosen]
-    return pa.concat_tables(tables, promote_options="permissive")
+    sample: dict[str, list[pa.Array]] = {name: [] for name in columns}
+    for source in chosen:
+        for batch in _sampled_batches(source, columns, num_rows):
+            for name, array in zip(batch.schema.names, batch.columns, strict=True):
+                sample[name].append(plain_values(array))
+    partitions = sampled_partitions([source.partition for source in sources])
+    sample |= {name: [pa.array(partitions[name])] for name in columns if name in partitions}
+    return sample
 
 
-def _sampled_rows(source: Source, columns: Sequence[str], num_rows: int) -> pa.Table:
+def read_batches(
+    file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], num_rows: int = BLOCK_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Some columns of row groups, in batches of up to `num_rows` rows. Raises pyarrow.ArrowException for what no sound
+    file holds, but for text that is not UTF-8."""
+    for group in groups:  # one by one: Arrow cannot join the dictionaries of lists in several
+        for batch in file.iter_batches(num_rows, row_groups=[group], columns=list(columns)):
+            _check_batch(batch)
+            yield batch
+
+
+def _sampled_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
     """From row groups at equal distances."""
     with named_errors(source.path), open_parquet(source.path) as file:
-        schema = file.schema_arrow
-        present = {*schema.names}
+        present = {*file.schema_arrow.names}
         names = [name for name in columns if name in present]
         number = min(file.num_row_groups, NUM_PIECES)
-        wanted = {*names}
-        tables = [pa.schema([field for field in schema if field.name in wanted]).empty_table().select(names)]
         for piece in range(number):
             group = piece * file.num_row_groups // number
-            batches = file.iter_batches(-(-num_rows // number), row_groups=[group], columns=names)
-            tables += [pa.Table.from_batches([batch]).select(names) for batch in itertools.islice(batches, 1)]
-        return pa.concat_tables(tables)
+            yield from itertools.islice(read_batches(file, [group], names, -(-num_rows // number)), 1)
+
+
+def _check_batch(batch: pa.RecordBatch) -> None:
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            if not _holds_text(column.type):
+                raise
+            _check_dictionaries(column)
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _holds_text(kind.value_type)
+    return is_string(kind) or any(_holds_text(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _check_dictionaries(array: pa.Array) -> None:
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        low, high = pc.min_max(array.indices).values()
+        if low.is_valid and not 0 <= low.as_py() <= high.as_py() < len(array.dictionary):
+            raise pa.ArrowInvalid("a value is not in the dictionary of its column")
+    elif is_list(kind):
+        _check_dictionaries(array.values)
+    elif pa.types.is_struct(kind):
+        for place in range(kind.num_fields):
+            _check_dictionaries(array.field(place))
+
+
+def plain_values(array: pa.Array) -> pa.Array:
+    """Values of dictionaries instead of indices, and contiguous text instead of views."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return plain_values(array.dictionary_decode())
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
+
+
+def check_exact(sources: Sequence[Source], types: ColumnTypes, columns: Sequence[str]) -> None:
+    """Raise MesetaError for an integer or a decimal with more digits than float64 keeps, in a column that other files
+    hold as such."""
+    kinds = {field.name: field.type for field in types.common}
+    mixed = [name for name in columns if any(may_lose(kind, kinds[name]) for kind in types.of(name))]
+    for source in sources if mixed else ():
+        with named_errors(source.path), open_parquet(source.path) as file:
+            schema = file.schema_arrow
+            own = source.own_columns(mixed)
+            names = [name for name in own if may_lose(schema.field(name).type, kinds[name])]
+            for batch in read_batches(file, range(file.num_row_groups if names else 0), names):
+                for name, array in zip(batch.schema.names, batch.columns, strict=True):
+                    value = _inexact(array, kinds[name])
+                    if value is not None:
+                        raise MesetaError(
+                            f"source {source.path!r}: column {name!r} is {array.type}, and "
+                            f"{_exact_type(types, name)}; {value} has more digits than float64 keeps: write both "
+                            "files with one type"
+                        )
+
+
+def _exact_type(types: ColumnTypes, name: str) -> str:
+    """The first type of a column that its common type holds, and a file with it."""
+    common = types.common.field(name).type
+    return next(f"{kind} in {path!r}" for kind, path in types.of(name).items() if not may_lose(kind, common))
+
+
+def may_lose(kind: pa.DataType, common: pa.DataType) -> bool:
+    """Whether values of a type may have more digits than the common type keeps."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_floating(common):
+        is_long = pa.types.is_decimal(kind) and kind.precision > _EXACT_DIGITS
+        return is_long or (pa.types.is_integer(kind) and kind.bit_width == 64)
+    pairs = zip(_fields(kind), _fields(common), strict=False)
+    return any(may_lose(one, other) for one, other in pairs)
+
+
+def _fields(kind: pa.DataType) -> list[pa.DataType]:
+    return [kind.field(place).type for place in range(kind.num_fields)]
+
+
+def _inexact(array: pa.Array, common: pa.DataType) -> Mapping[str, Any] | Any:
+    """A value of an array that the common type does not keep, or None."""
+    array = plain_values(array)
+    if is_list(array.type):
+        return _inexact(array.flatten(), common.value_type)
+    if pa.types.is_struct(array.type):
+        parts = zip(array.flatten(), _fields(common), strict=True)
+        return next((value for part, kind in parts if (value := _inexact(part, kind)) is not None), None)
+    if not may_lose(array.type, common):
+        return None
+    most = _EXACT_WHOLE if is_whole(array.type) else 10 ** (_EXACT_DIGITS - array.type.scale)
+    extremes = [value.as_py() for value in pc.min_max(array).values()]
+    return next((value for value in extremes if value is not None and abs(value) > most), None)

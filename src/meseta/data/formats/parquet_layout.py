@@ -10,7 +10,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meseta.data.formats.format import Source
-from meseta.data.formats.parquet_files import parquet_sample, parquet_schema
+from meseta.data.formats.parquet_files import check_exact, parquet_sample, plain_values, source_schema
+from meseta.data.formats.parquet_types import (
+    ColumnTypes,
+    is_feature,
+    is_fraction,
+    is_id,
+    is_list,
+    is_moment,
+    is_number,
+    is_pair,
+    is_string,
+    is_text,
+)
+from meseta.data.formats.partitions import guess_partition
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.guess import (
     NAMELESS,
@@ -37,34 +50,51 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
     weights of ids by their name beside that of a list.
 
-    Raises MesetaError for a missing column, one of a wrong type, and a file that has other columns.
+    Raises MesetaError for a missing column, one of a wrong type, one of different kinds in two files, and a file that
+    has other columns.
     """
-    first, *others = sources
+    first = sources[0]
+    where = f"source {str(first.path)!r}"
+    types = _column_types(sources, schema)
     reasons: dict[str, str] = {}
     texts: dict[str, list[str]] = {}
     if schema is None:
-        schema, reasons, texts = _guessed(sources, named)
-        expected = parquet_schema(first).names if others else []
-        for source in others:
-            _check_same_columns(source, first, expected)
-    layout = parquet_layout_of(first, schema)
-    for source in others:
-        if parquet_layout_of(source, schema) != layout:
-            raise MesetaError(
-                f"source {str(source.path)!r} has other columns than {str(first.path)!r}: some are lists in one file "
-                "only; leave such a column out with --ignore, or the file"
-            )
+        schema, reasons, texts = _guessed(sources, types, named)
+    labels = raw_label_columns(where, schema.label_names, types.common.names)
+    for name in _missing([*labels, *schema.columns, *schema.weights.values()], schema.ignore):
+        types.check(name, as_ids=name in schema.categorical)
+    layout = _layout_of(where, types.common, schema)
+    for name in layout.texts:
+        types.check(name, as_ids=True)
+    check_exact(sources, types, layout.columns)
     layout = with_whole_numbers(layout, texts) if texts else layout
-    types = layout.reasons
-    layout = replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
+    kinds = layout.reasons
+    layout = replace(layout, reasons={name: f"{kinds[name]}: {reason}" for name, reason in reasons.items()} or kinds)
     if not layout.plain_labels:
         return layout
     sample = parquet_sample(sources, layout.plain_labels)
-    return with_signed_labels(layout, {name: _texts(sample.column(name)) for name in layout.plain_labels})
+    return with_signed_labels(layout, {name: _texts(sample[name]) for name in layout.plain_labels})
 
 
-def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
-    names = parquet_schema(source).names
+def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTypes:
+    """Types of the columns in all files. Raises MesetaError for a file without a column that `schema` names, and
+    without a schema for one that has other columns than the first file."""
+    first = sources[0]
+    types = ColumnTypes()
+    expected: Sequence[str] = ()
+    for source in sources:
+        present = source_schema(source, sources)
+        if schema is not None:
+            check_names(f"source {str(source.path)!r}", [*schema.columns, *schema.weights.values()], present.names)
+        elif source is first:
+            expected = present.names
+        else:
+            _check_same_columns(source, first, expected, present.names)
+        types.add(source.path, present)
+    return types
+
+
+def _check_same_columns(source: Source, first: Source, expected: Sequence[str], names: Sequence[str]) -> None:
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
     for name in _missing(expected, names)[:1]:
         raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
@@ -78,9 +108,11 @@ def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in names if name not in present]
 
 
-def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
+def _guessed(
+    sources: Sequence[Source], types: ColumnTypes, named: NamedColumns
+) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
     """The schema, the reasons for it, and sampled values of the columns."""
-    schema = parquet_schema(sources[0])
+    schema = types.common
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
     raw_labels = raw_label_columns(where, labels, schema.names)
@@ -88,20 +120,23 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
     names = _missing(schema.names, raw_labels)
     check_names(where, names, schema.names)
     chosen = named.roles(where, names)
-    types = dict(zip(schema.names, schema.types, strict=True))
+    kinds = dict(zip(schema.names, schema.types, strict=True))
     weights = {
-        weight: name for name in names for weight in [_find_weight(types, name)] if weight and weight not in chosen
+        weight: name for name in names for weight in [_find_weight(kinds, name)] if weight and weight not in chosen
     }
     free = [field for field in schema if field.name not in raw_labels]
     scalars = [field.name for field in free if _is_scalar(field.type)]
     sample = parquet_sample(sources, scalars)
-    texts = {name: _texts(sample.column(name)) for name in scalars}
-    lists = [field.name for field in free if _is_list(field.type) and _may_be_ids(field.type.value_type)]
+    texts = {name: _texts(sample[name]) for name in scalars}
+    lists = [field.name for field in free if is_list(field.type) and is_feature(field.type)]
     if lists:
         sample = parquet_sample(sources, lists, _LIST_ROWS)
-        texts |= {name: _texts(_distinct_items(sample.column(name))) for name in lists}
+        texts |= {name: _texts([_distinct_items(array) for array in sample[name]]) for name in lists}
     guesses = {
-        field.name: chosen.get(field.name) or _guess(field, texts.get(field.name), weights.get(field.name))
+        field.name: chosen.get(field.name)
+        or _guess_by_name(field.name, weights.get(field.name))
+        or (guess_partition(field.name, texts[field.name]) if field.name in sources[0].partition else None)
+        or _guess(field, types, texts.get(field.name))
         for field in free
     }
     pairs = {
@@ -113,67 +148,78 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
     return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses), texts
 
 
-def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) -> Guess:
-    """Of one column, from its sampled values, if they are single ones; `weighed`: the column whose weights it holds."""
-    kind = field.type
-    if not field.name:
+def _guess_by_name(name: str, weighed: str | None) -> Guess | None:
+    """Of a column that is left out whatever it holds; `weighed`: the column whose weights it holds."""
+    if not name:
         return NAMELESS
-    if _PANDAS_INDEX.fullmatch(field.name):
+    if _PANDAS_INDEX.fullmatch(name):
         return Guess("ignore", "the index of pandas")
-    if weighed is not None:
-        return Guess("ignore", f"the weights of {weighed}")
-    if _is_moment(kind):
+    return None if weighed is None else Guess("ignore", f"the weights of {weighed}")
+
+
+def _guess(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None) -> Guess:
+    """Of one column, from its sampled values, or those in its lists. Raises MesetaError for one of different kinds that
+    is a feature or a time in some file."""
+    kind = field.type
+    are_whole = is_list(kind) and holds_whole_numbers(texts or ())
+    if any(is_feature(one, of_fractions=are_whole) or is_moment(one) for one in types.of(field.name)):
+        types.check(field.name, as_ids=not _is_scalar(kind) and not is_moment(kind), of_fractions=are_whole)
+    if is_moment(kind):
         return guess_time(field.name, "")
-    if _is_list(kind):
-        item = kind.value_type
-        if is_text(item) or pa.types.is_integer(item) or is_pair(item):
-            return other_outcome(field.name) or Guess("categorical", "lists of ids")
-        if is_fraction(item) and holds_whole_numbers(texts or ()):
-            return other_outcome(field.name) or Guess("categorical", "lists of ids, all of them whole numbers")
+    if is_list(kind):
+        if pa.types.is_null(kind.value_type):
+            return Guess("ignore", "no value in any list")
+        if is_feature(kind, of_fractions=are_whole):
+            reason = (
+                "lists of ids" if is_feature(kind, of_fractions=False) else "lists of ids, all of them whole numbers"
+            )
+            return other_outcome(field.name) or Guess("categorical", reason)
         return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
     if texts is None:
         return Guess("ignore", "no feature holds that")
     if pa.types.is_boolean(kind):
         return other_outcome(field.name) or Guess("dense", "0 and 1")
     guess = guess_column(field.name, texts)
-    if guess.role in ("dense", "both", "weight") and not _is_number(kind):
+    if guess.role in ("dense", "both", "weight") and not is_number(kind):
         return Guess("categorical", f"text that looks like numbers; {guess.reason}")
     if guess.role == "both" and is_fraction(kind):
         return Guess("dense", "numbers; --sparse makes whole ones a category")
     return guess
 
 
-def _texts(column: pa.ChunkedArray) -> list[str]:
+def _texts(arrays: Sequence[pa.Array]) -> list[str]:
     """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
-    if pa.types.is_boolean(column.type) or is_fraction(column.type):
-        column = column.cast(pa.float64())
-    values = column.to_pylist()
-    if pa.types.is_floating(column.type):
-        return ["" if value is None else f"{value:.17g}" for value in values]
-    return [
-        "" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        for value in values
-    ]
+    texts: list[str] = []
+    for array in arrays:
+        if pa.types.is_boolean(array.type) or is_fraction(array.type):
+            numbers = array.cast(pa.float64()).to_pylist()
+            texts += ["" if value is None else f"{value:.17g}" for value in numbers]
+        else:
+            values = (array.cast(pa.binary()) if is_string(array.type) else array).to_pylist()
+            texts += [
+                "" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+                for value in values
+            ]
+    return texts
 
 
-def _distinct_items(lists: pa.ChunkedArray) -> pa.ChunkedArray:
+def _distinct_items(lists: pa.Array) -> pa.Array:
     """Values in lists, or the first fields of pairs."""
-    items = pc.list_flatten(lists)
-    return pa.chunked_array([pc.unique(pc.struct_field(items, [0]) if is_pair(items.type) else items)])
+    if not is_list(lists.type):  # nothing but nulls
+        return lists
+    items = plain_values(pc.list_flatten(lists))
+    return pc.unique(plain_values(pc.struct_field(items, [0])) if is_pair(items.type) else items)
 
 
 def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
-    """The layout that a schema file gives. Raises MesetaError for a missing column or one of a wrong type."""
-    schema = parquet_schema(source)
-    where = f"source {str(source.path)!r}"
+    """The layout of one file that a schema gives. Raises MesetaError for a missing column or one of a wrong type."""
+    return _layout_of(f"source {str(source.path)!r}", source_schema(source), wanted)
+
+
+def _layout_of(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     if wanted.multi_valued:
         raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
-    check_names(where, list(wanted.weights.values()), schema.names)
-    return _checked(where, schema, wanted)
-
-
-def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
-    check_names(where, wanted.columns, schema.names)
+    check_names(where, [*wanted.weights.values(), *wanted.columns], schema.names)
     sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
     layout = layout_of(where, wanted, sparse, schema.names)
     check_names(where, layout.columns, schema.names)
@@ -181,22 +227,18 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
         (
             [name for name in layout.numbers if name not in layout.plain_labels],
-            lambda kind: _is_number(kind) or (layout.number_format is not None and is_text(kind)),
+            lambda kind: is_number(kind) or (layout.number_format is not None and is_text(kind)),
             "be a number",
         ),
-        (layout.plain_labels, lambda kind: is_text(kind) or _is_number(kind), "hold numbers or words, to be a label"),
-        ([layout.time], lambda kind: _is_moment(kind) or is_text(kind) or _is_number(kind), "be a time"),
-        ([layout.group], lambda kind: is_text(kind) or _is_number(kind), "hold strings or integers"),
-        (
-            crossed,
-            lambda kind: is_text(kind) or pa.types.is_integer(kind) or is_fraction(kind),
-            "hold strings or whole numbers to be crossed",
-        ),
+        (layout.plain_labels, lambda kind: is_text(kind) or is_number(kind), "hold numbers or words, to be a label"),
+        ([layout.time], lambda kind: is_moment(kind) or is_text(kind) or is_number(kind), "be a time"),
+        ([layout.group], lambda kind: is_text(kind) or is_number(kind), "hold strings or integers"),
+        (crossed, lambda kind: is_id(kind) or is_fraction(kind), "hold strings or whole numbers to be crossed"),
     ]
     for names, holds, rule in rules:
         for name in names:
-            if name is not None and not holds(schema.field(name).type):
-                raise MesetaError(f"{where}: column {name!r} must {rule}, but is {schema.field(name).type}")
+            if name is not None and not (holds(kind := schema.field(name).type) or pa.types.is_null(kind)):
+                raise MesetaError(f"{where}: column {name!r} must {rule}, but is {kind}")
     return replace(
         layout,
         ignored=tuple(_missing(schema.names, layout.columns)),
@@ -206,13 +248,13 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
 
 def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None) -> SparseColumn:
     kind = schema.field(name).type
-    multi_valued = _is_list(kind)
-    item = kind.value_type if multi_valued else kind
-    if multi_valued and is_pair(item):
+    is_null = pa.types.is_null(kind.value_type if is_list(kind) else kind)
+    multi_valued = is_list(kind) or (is_null and weight is not None)
+    if is_list(kind) and is_pair(kind.value_type):
         if weight is not None:
             raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
         return SparseColumn(name=name, multi_valued=True, weighted=True)
-    if not (is_text(item) or pa.types.is_integer(item) or (is_fraction(item) if multi_valued else _is_number(item))):
+    if not (is_feature(kind) or is_null):
         raise MesetaError(
             f"{where}: column {name!r} must hold strings, whole numbers or lists of them, or lists of (id, weight), "
             f"but is {kind}"
@@ -221,62 +263,26 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
         weight_type = schema.field(weight).type
         if not multi_valued:
             raise MesetaError(f"{where}: column {name!r} has weights, so it must hold lists, but is {kind}")
-        if not (_is_list(weight_type) and _is_number(weight_type.value_type)):
+        if not (_holds_weights(weight_type) or pa.types.is_null(weight_type)):
             raise MesetaError(f"{where}: column {weight!r} must hold lists of numbers, but is {weight_type}")
     return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
 
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
     """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
-    if not _is_list(types[name]) or is_pair(types[name].value_type):
+    if not is_list(types[name]) or is_pair(types[name].value_type):
         return None
     if f"{name}.weight" in types:
         return f"{name}.weight"
     for weight in (f"{name}_weight", f"{name}_weights"):
-        kind = types.get(weight)
-        if kind is not None and _is_list(kind) and _is_number(kind.value_type):
+        if weight in types and _holds_weights(types[weight]):
             return weight
     return None
 
 
-def is_pair(kind: pa.DataType) -> bool:
-    """Whether it is a struct of an id (text or integer) and a weight (number)."""
-    if not (pa.types.is_struct(kind) and kind.num_fields == 2):
-        return False
-    value, weight = kind.field(0).type, kind.field(1).type
-    return (is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
-
-
-def _may_be_ids(kind: pa.DataType) -> bool:
-    return is_text(kind) or pa.types.is_integer(kind) or is_fraction(kind) or is_pair(kind)
-
-
-def _is_moment(kind: pa.DataType) -> bool:
-    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_decimal, is_fraction))
-
-
-def is_fraction(kind: pa.DataType) -> bool:
-    """Whether a type of numbers may have values that are not whole."""
-    return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+def _holds_weights(kind: pa.DataType) -> bool:
+    return is_list(kind) and (is_number(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
 def _is_scalar(kind: pa.DataType) -> bool:
-    return _is_number(kind) or is_text(kind)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether values of a type are text or bytes, or a dictionary of these."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return any(
-        check(kind)
-        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    )
+    return is_number(kind) or is_text(kind) or pa.types.is_null(kind)

@@ -33,7 +33,8 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
-    places = {name: f"f{first[name]}" for name in layout.columns}
+    columns = block.source.own_columns(layout.columns) or block.header[:1]
+    places = {name: f"f{first[name]}" for name in columns}
     words = _begins_with_word(block, raw, layout)
     try:
         try:
@@ -46,14 +47,15 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
         raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    return read_rows(CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+    return read_rows(CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block)
 
 
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
     """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
     texts = {*layout.texts, *(layout.plain_labels if labels_are_words else ())}
     texts.update(() if layout.number_format is None else layout.numbers)
-    types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
+    numbers = {*layout.numbers} - texts
+    types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
     # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
     # the cut, and the parser takes a field that is never closed for one that is.
     delimiter = block.source.delimiter
@@ -239,7 +241,7 @@ def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) 
         return ": a quote is not closed, or stands in a field that is not quoted"
     if len(fields) != len(block.header):
         return f": {_unequal(block, fields)}"
-    for name in layout.numbers:
+    for name in block.source.own_columns(layout.numbers):
         text = fields[block.header.index(name)]
         rule = rule_broken(text, is_label=name in layout.plain_labels, number_format=layout.number_format)
         if rule:

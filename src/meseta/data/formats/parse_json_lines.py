@@ -23,12 +23,12 @@ from meseta.spec import MesetaError
 def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
-    names = layout.columns
+    names = block.source.own_columns(layout.columns)
     is_formatted = layout.number_format is not None
     columns = decoded_columns(block, raw, names, lists, RowDecoder(Literal if is_formatted else str))
     numbers = {
         name: as_array(block, name, _plain_numbers(columns[name], layout.number_format))
-        for name in (layout.numbers if is_formatted else ())
+        for name in (block.source.own_columns(layout.numbers) if is_formatted else ())
     }
     for column in layout.values if is_formatted else ():
         if column.weight is not None:
@@ -39,7 +39,7 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     lists_of = {name: columns[name] for name in lists}
     # What is a number in JSON has no signs, and other numbers have none any more.
     plain = replace(layout, number_format=None)
-    return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block.num_rows)
+    return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
 
 
 def _plain_numbers(texts: Sequence[str], number_format: NumberFormat | None) -> list[str]:
@@ -67,7 +67,7 @@ def decoded_columns(
 
     Raises MesetaError naming the file, the line and, of a value of another kind, the column.
     """
-    decode = decoder.decode
+    decode, partition = decoder.decode, block.source.partition
     columns: dict[str, list[Any]] = {name: [] for name in names}
     takers = [(name, texts_of if name in lists else text_of, columns[name]) for name in names]
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_line + 1):
@@ -75,6 +75,9 @@ def decoded_columns(
             row = decode(line)
         except MesetaError as error:
             raise _error(block, number, str(error)) from None
+        for name in partition:
+            if name in row:
+                raise _error(block, number, f"column {name!r} is also a folder of this file")
         for name, take, values in takers:
             value = take(row.get(name))
             if value is None:
@@ -134,7 +137,7 @@ class _JsonColumns(CsvColumns):
         return _error(self.block, number, f"column {name!r}: {repr(value)[:40]} {problem}")
 
     def explain(self, detail: str) -> MesetaError:
-        for name in self.layout.numbers:
+        for name in self.block.source.own_columns(self.layout.numbers):
             texts = zip(self.texts(name).to_pylist(), self.spelled_numbers(name).to_pylist(), strict=True)
             for row, (text, number) in enumerate(texts):
                 is_label = name in self.layout.plain_labels

@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from meseta.data.formats.encodings import first_not_utf8
 from meseta.data.formats.format import Block
-from meseta.data.formats.parquet_layout import is_fraction, is_text
+from meseta.data.formats.parquet_files import plain_values
+from meseta.data.formats.parquet_types import is_fraction, is_list, is_string, is_text
 from meseta.data.formats.plain_numbers import plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
@@ -20,12 +22,13 @@ from meseta.data.number_format import NumberFormat
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NULLS, number_of
 from meseta.data.whole_numbers import respell_whole_numbers
+from meseta.errors import one_line
 from meseta.spec import MesetaError
 
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_ParquetColumns(block, batch, layout), layout, block.num_rows)
+    return read_rows(_ParquetColumns(block, batch, layout), layout, block)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class _ParquetColumns:
     layout: RawLayout
 
     def numbers(self, name: str) -> pa.Array:
-        column = self.batch.column(name)
+        column = self._values(name)
         if is_text(column.type):  # the layout allows that for labels, and if a format of numbers is given
             number_format = self.layout.number_format
             if name in self.layout.plain_labels:
@@ -52,52 +55,86 @@ class _ParquetColumns:
         return column.cast(pa.float64(), safe=False)
 
     def times(self, name: str) -> pa.Array:
-        return self.batch.column(name)
+        column = self._values(name)
+        return column.cast(pa.float64()) if pa.types.is_null(column.type) else column
 
     def texts(self, name: str) -> pa.Array:
-        array = self.batch.column(name)
-        texts, place = _texts(array, is_exact=self.layout.has_whole_numbers(name))
+        texts, place = _texts(self._values(name), is_exact=self.layout.has_whole_numbers(name))
         if place is not None:
             raise self.error(place, name, "is not a whole number")
         return texts
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        array = self.batch.column(column.raw)
         if not column.multi_valued:
             return RawSparse(self.texts(column.raw))
+        array = self._lists(column.raw)
         lengths = _list_lengths(array)
         values = array.flatten()
         if not column.weighted:
-            texts, place = _texts(values, is_exact=self.layout.has_whole_numbers(column.raw))
-            if place is not None:
-                owner = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-                raise self._error(owner, column.raw, f"{values[place].as_py()} in a list is not a whole number")
-            return RawSparse(texts, lengths)
+            return RawSparse(self._texts_of_lists(column.raw, values, lengths), lengths)
         weight_name = column.weight or column.name
         if column.weight is None:
+            if not pa.types.is_struct(values.type):
+                values = values.cast(pa.struct([("id", pa.string()), ("weight", pa.float64())]))
             values, weights = pc.struct_field(values, [0]), pc.struct_field(values, [1])
         else:
-            weight_array = self.batch.column(column.weight)
+            weight_array = self._lists(column.weight)
             unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
             if unequal.size:
                 problem = f"a list must be as long as that of {column.name!r}"
                 raise self._error(int(unequal[0]), weight_name, problem)
             weights = weight_array.flatten()
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
-            numbers = _numbers(weights).astype(np.float32)
+            numbers = _numbers(plain_values(weights)).astype(np.float32)
         if not np.isfinite(numbers).all():
             owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(numbers))[0], side="right")
             raise self._error(int(owner), weight_name, "a weight is missing or not finite")
-        return RawSparse(_as_strings(values), lengths, numbers)
+        return RawSparse(self._texts_of_lists(column.raw, values, lengths), lengths, numbers)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
-        value = self.batch.column(name)[row].as_py()
-        shown = "a missing value" if value is None else repr(value)[:40]
+        value = self.batch.column(name)[row]
+        shown = "a missing value" if not value.is_valid else _shown(value)[:40]
         return self._error(row, name, f"{shown} {problem}")
+
+    def _values(self, name: str) -> pa.Array:
+        """Single values. Raises MesetaError for text that is not UTF-8."""
+        array = plain_values(self.batch.column(name))
+        self._check_text(name, array)
+        return array
+
+    def _lists(self, name: str) -> pa.Array:
+        array = self.batch.column(name)
+        return array if is_list(array.type) else array.cast(pa.list_(pa.null()))  # a file may hold nothing but nulls
+
+    def _texts_of_lists(self, name: str, values: pa.Array, lengths: NDArray[np.int64]) -> pa.Array:
+        values = plain_values(values)
+        self._check_text(name, values, lengths)
+        texts, place = _texts(values, is_exact=self.layout.has_whole_numbers(name))
+        if place is not None:
+            owner = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+            raise self._error(owner, name, f"{values[place].as_py()} in a list is not a whole number")
+        return texts
+
+    def _check_text(self, name: str, values: pa.Array, lengths: NDArray[np.int64] | None = None) -> None:
+        if is_string(values.type) and (fault := first_not_utf8(values)):
+            row = fault.place if lengths is None else int((lengths.cumsum() <= fault.place).sum())
+            raise self._error(row, name, f"{fault.shown} is not UTF-8, which Parquet strings are")
 
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
         where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
         return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
+
+
+def key_values(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return values as they are, in a type common to all files. Raises MesetaError for one that it does not hold, and
+    for text that is not UTF-8."""
+    try:
+        values = array if array.type == kind else plain_values(array).cast(kind)
+        values.validate(full=True)
+    except pa.ArrowInvalid as error:
+        where = f"source {block.source.path!r}, from row {block.first_row + 1} on, column {name!r}"
+        raise MesetaError(f"keys: {where}: {one_line(error)}; leave that column out") from None
+    return values
 
 
 def _numbers_of_texts(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
@@ -122,6 +159,14 @@ def _numbers(column: pa.Array) -> NDArray[np.float64]:
 def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
     """int64 [n]; a missing list is an empty one."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _shown(value: pa.Scalar) -> str:
+    """A value for messages; Python has none for some times."""
+    try:
+        return repr(value.as_py())
+    except (ValueError, OverflowError):
+        return str(value.cast(pa.string()).as_py())
 
 
 def _texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
@@ -150,9 +195,7 @@ def _texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
 
 
 def _as_strings(array: pa.Array) -> pa.Array:
-    """Integers as decimal text, dictionaries spelled out, missing values as the empty string."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_integer(array.type) or pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+    """Integers as decimal text, missing values as the empty string."""
+    if not is_text(array.type):
         array = array.cast(pa.string())
     return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.formats.parquet_layout import is_text
-from meseta.data.formats.plain_numbers import plain_texts
-from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
+from meseta.data.formats.format import Block
+from meseta.data.formats.parquet_types import is_text
+from meseta.data.formats.partitions import Partition
+from meseta.data.formats.plain_numbers import plain_number, plain_texts
+from meseta.data.formats.values import (
+    bucket_rows,
+    cross,
+    first_no_time,
+    group_keys,
+    label_numbers,
+    seconds_of_column,
+)
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
+from meseta.data.schema.guess import MISSING, number_of
 from meseta.data.schema.labels import label_values
 from meseta.data.weights import WEIGHT_RULE, is_weight
 from meseta.data.whole_numbers import respell_whole_numbers
@@ -40,14 +50,63 @@ class RowColumns(Protocol):
         """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
 
 
-def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
-    """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
+@dataclass(frozen=True)
+class _WithPartition:
+    """The columns of a block, and those that the folders of its file make."""
+
+    columns: RowColumns
+    block: Block
+    layout: RawLayout
+
+    @property
+    def partition(self) -> Partition:
+        return self.block.source.partition
+
+    def numbers(self, name: str) -> pa.Array:
+        if name not in self.partition:
+            return self.columns.numbers(name)
+        text = self.partition[name] or ""
+        if name in self.layout.plain_labels:
+            text = label_numbers(pa.array([text]))[0].as_py()
+        if self.layout.number_format is not None:
+            text = plain_number(self.layout.number_format, text)
+        number = None if text in MISSING else number_of(text)
+        if number is None and text not in MISSING:
+            raise self.error(0, name, "is not a number")
+        return self._repeated(pa.scalar(number, pa.float64()))
+
+    def times(self, name: str) -> pa.Array:
+        return self.texts(name) if name in self.partition else self.columns.times(name)
+
+    def texts(self, name: str) -> pa.Array:
+        if name not in self.partition:
+            return self.columns.texts(name)
+        return self._repeated(pa.scalar((self.partition[name] or "").encode(), pa.binary()))
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        return RawSparse(self.texts(column.raw)) if column.raw in self.partition else self.columns.sparse(column)
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        if name not in self.partition:
+            return self.columns.error(row, name, problem)
+        value = self.partition[name]
+        shown = "a missing value" if value is None else repr(value)[:40]
+        return MesetaError(f"source {self.block.source.path!r}, folder {name!r}: {shown} {problem}; rename the folder")
+
+    def _repeated(self, value: pa.Scalar) -> pa.Array:
+        return pa.repeat(value, self.block.num_rows)
+
+
+def read_rows(columns: RowColumns, layout: RawLayout, block: Block) -> RawRows:
+    """Check and convert the rows of a block. Raises MesetaError naming the file, the row or line, and the column."""
+    if block.source.partition:
+        columns = _WithPartition(columns, block, layout)
     dense = [_dense(columns, layout, name) for name in layout.dense]
     return RawRows(
         labels=[_label(columns, layout, name) for name in layout.labels],
         dense=[logarithms for logarithms, _ in dense],
         num_not_finite=tuple(number for _, number in dense),
-        sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
+        sparse=[_sparse(columns, layout, column, block.num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
         time=None if layout.time is None else _time(columns, layout, layout.time),

@@ -59,8 +59,8 @@ def seconds_of_column(column: pa.Array) -> NDArray[np.float64]:
     """The same of an Arrow column of numbers, times, dates or text. Raises pyarrow.ArrowInvalid as that does."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-        return _seconds_of_timestamps(column.cast(pa.timestamp("ns", getattr(column.type, "tz", None))))
+    if _is_moment(column):
+        return _seconds_of_timestamps(column.cast(_nanoseconds(column)))
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return seconds(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
     return seconds_of_texts(column.fill_null("") if column.null_count else column)
@@ -69,6 +69,9 @@ def seconds_of_column(column: pa.Array) -> NDArray[np.float64]:
 def first_no_time(column: pa.Array) -> int:
     """The place of the first value that is no time, or no number where an earlier one is; for errors."""
     first: type | None = None
+    if _is_moment(column):  # beyond the years 1677 to 2262, nanoseconds do not fit into 64 bits
+        wrapped = column.cast(_nanoseconds(column), safe=False).cast(column.type, safe=False)
+        return int(pc.index(pc.not_equal(wrapped, column), True).as_py())
     for place, value in enumerate(column.to_pylist()):
         kind = _kind_of_time(value)
         if kind is None or (first is not None and kind not in (first, type(None))):
@@ -98,6 +101,14 @@ def cross(columns: Sequence[pa.Array]) -> pa.Array:
     """The values of several columns [n] of text, binary or integers, joined to one value each, binary [n]."""
     texts = [(c.cast(pa.string()) if pa.types.is_integer(c.type) else c).cast(pa.binary()) for c in columns]
     return pc.binary_join_element_wise(*texts, CROSS.encode())
+
+
+def _is_moment(column: pa.Array) -> bool:
+    return pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)
+
+
+def _nanoseconds(column: pa.Array) -> pa.DataType:
+    return pa.timestamp("ns", getattr(column.type, "tz", None))
 
 
 def _seconds_of_iso(texts: pa.Array) -> NDArray[np.float64]:

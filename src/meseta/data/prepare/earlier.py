@@ -13,6 +13,7 @@ from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
 from meseta.data.dataset.vocabulary import load_vocabulary
 from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import Source
+from meseta.data.formats.partitions import check_partition
 from meseta.data.formats.registry import format_of
 from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
@@ -54,6 +55,7 @@ def layout_of_dataset(dataset: Dataset) -> RawLayout:
         delimiter=form.delimiter if form else ",",
         header=form.header if form else (),
         encoding=form.encoding if form else None,
+        partition_keys=form.partition_keys if form else (),
     )
     check_features(where, layout)
     if cut := doubled(column.buckets.column for column in layout.sparse if column.buckets):
@@ -153,8 +155,8 @@ def find_alike(
     sources = tuple(replace(source, split="test") for source in sources)
     _check_format(dataset, layout, sources[0])
     raw_format = sources[0].format
-    sources = tuple(raw_format.with_names_of(source, layout) for source in sources)
-    names = [raw_format.columns_for(source, layout) for source in sources]
+    sources = tuple(raw_format.with_names_of(_with_own_columns(source, layout), layout) for source in sources)
+    names = [[*raw_format.columns_for(source, layout), *source.partition] for source in sources]
     labels = [name for name in layout.raw_labels if any(name in present for present in names)]
     empty = raw_format.empty_columns(sources, labels) if labels else set()
     names = [[name for name in present if name not in empty] for present in names]
@@ -164,6 +166,14 @@ def find_alike(
     for source in sources:
         raw_format.check_types(source, layout, dataset.dir)
     return sources, layout
+
+
+def _with_own_columns(source: Source, layout: RawLayout) -> Source:
+    """The file, whose columns go before those that its folders make, as they did in files of former versions."""
+    names = source.format.columns_for(source, layout) if source.partition else ()
+    made = {key: value for key, value in source.partition.items() if key in layout.partition_keys}
+    check_partition(f"source {source.path!r}", made, names)
+    return replace(source, partition={key: source.partition[key] for key in source.partition if key not in names})
 
 
 def _check_format(dataset: Dataset, layout: RawLayout, source: Source) -> None:
@@ -208,11 +218,14 @@ def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) ->
         roles = {layout.weight: "the weight of samples", layout.group: "the group"}
         features = {*layout.feature_columns}
         only = [name for name in lacking if name not in features]
-        way_out = (
-            f"it is {roles.get(only[0], 'no feature')}, which goes with labels: give it, or leave the labels out"
-            if len(only) == len(lacking)
-            else "the model was trained on all features, so each must be there"
-        )
+        made = [name for name in lacking if name in layout.partition_keys]
+        if made:
+            way_out = f"files of the earlier dataset were in folders '{made[0]}=...'; give the folder above them"
+        elif len(only) == len(lacking):
+            role = roles.get(only[0], "no feature")
+            way_out = f"it is {role}, which goes with labels: give it, or leave the labels out"
+        else:
+            way_out = "the model was trained on all features, so each must be there"
         raise MesetaError(f"source {source.path!r} lacks {shown}; {way_out}")
     for name in layout.columns:
         if times[name] > 1:

@@ -35,7 +35,8 @@ class LikeOptions:
     """What `prepare_like` reads and how."""
 
     sources: Sequence[str]
-    """Files, URLs or patterns, of the kind that the earlier ones were of; CSV and Parquet may stand for each other."""
+    """Files, folders, URLs or patterns, of the kind that the earlier ones were of; CSV and Parquet may stand for each
+    other."""
     out: Path
     """Folder to make."""
     like: Path

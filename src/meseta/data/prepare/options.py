@@ -25,7 +25,8 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files, URLs or patterns: CSV, JSON lines, Criteo TSV, libsvm or libffm, compressed or not, or Parquet."""
+    """Files, folders, URLs or patterns: CSV, JSON lines, Criteo TSV, libsvm or libffm, compressed or not, or
+    Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
-from meseta.data.dataset.dataset import SourceSplit, TeacherMetrics
+from meseta.data.dataset.dataset import FILE_NAME, SourceSplit, TeacherMetrics
 from meseta.data.formats import registry
 from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import FileHead, Source, named_errors
+from meseta.data.formats.partitions import Partition, partition_of
 from meseta.machine.files import parse_json
 from meseta.machine.remote import find, is_url, open_file, status
 from meseta.spec import MesetaError
@@ -24,29 +27,36 @@ def find_sources(
     header: Sequence[str] = (),
     encoding: str | None = None,
 ) -> tuple[Source, ...]:
-    """Files in the given order, what a pattern matches in order of name; those of `files_of_splits` go there as a whole
-    and come last, and the rest to training, or is parted row by row.
+    """Files in the given order, what a folder holds or a pattern matches in order of path; those of `files_of_splits`
+    go there as a whole and come last, and the rest to training, or is parted row by row.
 
     Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one. Text has the
     `encoding`, if one is given, else that of its byte order mark, else UTF-8.
-    Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
+    Raises MesetaError for a missing, unreadable, empty or doubled file, for a prepared dataset, and for two kinds of
+    files.
     """
     whole: dict[str, SourceSplit] = {}
+    partitions: dict[str, Partition] = {}
     for split, named in files_of_splits.items():
-        for path in _expand(named):
+        for path, partition in _expand(named).items():
+            partitions[path] = partition
             if path in whole:
                 raise MesetaError(
                     f"prepare: {path!r} is named by --{whole[path]}-files and by --{split}-files; give it to one"
                 )
             whole[path] = split
     rest: SourceSplit = "both" if rest_is_parted else "train"
-    splits = {path: rest for path in _expand(patterns) if path not in whole}
+    given = _expand(patterns)
+    splits = {path: rest for path in given if path not in whole}
+    # A file for testing that is named itself is also below the folder of the others, and has their columns.
+    partitions = {path: max(partitions.get(path, {}), given.get(path, {}), key=len) for path in partitions | given}
     if not splits:
         options = " or ".join(f"--{split}-files" for split, named in files_of_splits.items() if named)
         raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
     encoding = None if encoding is None else check_encoding(encoding)
     sources = tuple(
-        _identify(path, split, delimiter, tuple(header), encoding) for path, split in (splits | whole).items()
+        replace(_identify(path, split, delimiter, tuple(header), encoding), partition=partitions[path])
+        for path, split in (splits | whole).items()
     )
     formats = {source.format: source.path for source in sources}
     if len(formats) > 1:
@@ -80,18 +90,33 @@ def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
         ) from None
 
 
-def _expand(patterns: Sequence[str]) -> list[str]:
-    paths: list[str] = []
+def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
+    """Files, and the columns that their folders make."""
+    partitions: dict[str, Partition] = {}
     for pattern in patterns:
-        matches = find(pattern)
-        if not matches:
+        try:
+            found = find(pattern)
+        except OSError as error:
+            raise MesetaError(f"source {error.filename or pattern!r}: {error.strerror}") from None
+        if not found:
+            if not is_url(pattern) and Path(pattern).is_dir():
+                raise MesetaError(
+                    f"source {pattern!r} is a folder without files, except for names that begin with _ or ., which are "
+                    "skipped; give a folder with raw files"
+                )
             raise MesetaError(f"source {pattern!r}: no such file, and no file matches it as a pattern")
-        for name in matches:
+        for name, inner in found:
             path = name if is_url(name) else str(Path(name))
-            if path in paths:
+            is_below_folder = "/" in inner or (inner and not has_magic(pattern))
+            if is_below_folder and path.endswith(f"/{FILE_NAME}"):
+                raise MesetaError(
+                    f"source {path.removesuffix(f'/{FILE_NAME}')!r} is a dataset that `meseta prepare` wrote, and not "
+                    "raw files; train on it with data.dir"
+                )
+            if path in partitions:
                 raise MesetaError(f"source {name!r} is given twice; its rows would count double")
-            paths.append(path)
-    return paths
+            partitions[path] = partition_of(path, inner)
+    return partitions
 
 
 def _identify(

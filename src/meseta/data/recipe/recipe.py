@@ -55,6 +55,8 @@ class RecipeSource(Record):
     """Whether the names in its header have types, which are no part of them."""
     encoding: Annotated[str, AfterValidator(check_encoding)] = UTF_8
     """Of its text."""
+    partition: dict[str, str | None] = Field(default_factory=dict)
+    """Columns that the folders of the file make, with their values."""
     can_enter: bool
     """Whether rows in its middle can be read without those before them."""
 
@@ -100,6 +102,7 @@ class Recipe(Record):
                 header=source.header,
                 is_typed=source.is_typed,
                 encoding=source.encoding,
+                partition=source.partition,
             )
             for source in self.sources
         )
@@ -146,6 +149,7 @@ def recipe_sources(sources: Sequence[Source]) -> tuple[RecipeSource, ...]:
             header=source.header,
             is_typed=source.is_typed,
             encoding=source.encoding,
+            partition=dict(source.partition),
             can_enter=source.format.can_enter(source),
         )
         for source in sources

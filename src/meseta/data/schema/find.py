@@ -34,14 +34,35 @@ def find_layout(
     asked = AskedColumns(named=named or NamedColumns(), schema=schema, skip_bad=skip_bad)
     if on_scan is not None:
         asked = replace(asked, on_scan=on_scan)
-    layout = sources[0].format.layout(sources, asked)
     where = f"source {str(sources[0].path)!r}"
+    layout = _with_partition_keys(where, sources, sources[0].format.layout(sources, asked))
     for name in dict.fromkeys([*layout.columns, *layout.labels, *layout.features]):
         if fault := table_name_fault(name):
             raise MesetaError(f"{where}: the name of column {shown(name)}: {fault}; rename it, or leave the column out")
     check_features(where, layout)
     check_room(where, layout, [source.path for source in sources])
     return layout
+
+
+def _with_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout) -> RawLayout:
+    """The layout that says which of its columns folders make, and which of these it leaves out.
+
+    Raises MesetaError for one of these columns that should hold several values."""
+    keys = dict.fromkeys(key for source in sources for key in source.partition)
+    used, ignored = {*layout.columns}, {*layout.ignored}
+    for column in layout.sparse:
+        if column.multi_valued and column.raw in keys:
+            raise MesetaError(f"{where}: column {column.raw!r} is made by a folder, which holds one value, and no list")
+    left_out = [key for key in keys if key not in used and key not in ignored]
+    in_all = {key for key in keys if all(key in source.partition for source in sources)}
+    why = f"a folder, and {sources[0].format.title} has no columns beside its own"
+    reasons = {key: why if key in in_all else "a folder that not every file is in" for key in left_out}
+    return replace(
+        layout,
+        partition_keys=tuple(key for key in keys if key in used),
+        ignored=(*layout.ignored, *left_out),
+        reasons={**layout.reasons, **reasons},
+    )
 
 
 def check_features(where: str, layout: RawLayout) -> None:

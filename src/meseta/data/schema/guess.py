@@ -53,7 +53,7 @@ OTHER_TIME = "makes it the one that splits go by"
 """In the reason of a column of times that is ignored."""
 _FIRST_TIME_S = 1e8
 """Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
-_PROVING_ROWS = 50
+PROVING_ROWS = 50
 """Fewer rows prove neither a constant nor a key."""
 _KEY_SHARE = 0.995
 """A share of distinct values from which on a column is a key, unless its name is that of a category."""
@@ -229,12 +229,12 @@ class _Sampled:
     def nothing_to_learn(self) -> Guess | None:
         """What says that it is a constant or a key, if it is, whatever it holds."""
         num_rows, num_present = len(self.values), len(self.present)
-        if num_rows < _PROVING_ROWS:
+        if num_rows < PROVING_ROWS:
             return None
         if self.num_distinct == 1 and num_present == num_rows:  # missing values among equal ones tell something
             return Guess("ignore", f"the same in {num_rows:,} rows: {_shown(self.present)}")
         has_name = role_by_name(self.name) is not None and not _ROW_NUMBER.fullmatch(self.name)
-        if num_present < _PROVING_ROWS or self.num_distinct <= _KEY_SHARE * num_present:
+        if num_present < PROVING_ROWS or self.num_distinct <= _KEY_SHARE * num_present:
             return None
         if self.num_distinct < num_present and has_name:
             return None

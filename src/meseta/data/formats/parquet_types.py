@@ -1,0 +1,192 @@
+"""Types of Parquet columns: what they hold, and whether those of several files are one kind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import pyarrow as pa
+
+from meseta.spec import MesetaError
+
+
+class ColumnTypes:
+    """Types of the columns of several files, and the first file with each."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, dict[pa.DataType, str]] = {}
+        self._names: list[str] = []
+        self._last = pa.schema([])
+
+    def add(self, path: str, schema: pa.Schema) -> None:
+        """The columns of one more file."""
+        if schema.equals(self._last):
+            return
+        first = {field.name: field.type for field in reversed(list(schema))}
+        for field in schema:
+            self._paths.setdefault(field.name, {}).setdefault(first[field.name], path)
+        if not self._names:
+            self._names = schema.names
+        self._last = schema
+
+    def of(self, name: str) -> Mapping[pa.DataType, str]:
+        """Types of one column, and the first file with each."""
+        return self._paths[name]
+
+    @cached_property
+    def common(self) -> pa.Schema:
+        """The columns of the first file, each with its common type; if there is none, with the first one."""
+        return pa.schema([pa.field(name, self._common(name)) for name in self._names])
+
+    def check(self, name: str, *, as_ids: bool = False, of_fractions: bool = True) -> None:
+        """Raise MesetaError if a column has different kinds of types.
+
+        With `as_ids`, booleans and numbers are of different kinds, as they are spelled differently, and so are types
+        that can be a feature and a common type that cannot; `of_fractions` is that of `is_feature`."""
+        kinds = self._paths.get(name, {})
+        for (one, path), (other, other_path) in itertools.combinations(kinds.items(), 2):
+            common = common_type(one, other, as_text=as_ids)
+            were_features = as_ids and any(is_feature(kind, of_fractions=of_fractions) for kind in (one, other))
+            if common is None or (were_features and not is_feature(common, of_fractions=of_fractions)):
+                raise MesetaError(
+                    f"source {other_path!r}: column {name!r} is {other}, and {one} in {path!r}; write both files with "
+                    "one type, or leave the column out"
+                )
+
+    def _common(self, name: str) -> pa.DataType:
+        first, *others = self._paths[name]
+        common = first
+        for other in others:
+            common = common_type(common, other) or common
+        return common
+
+
+def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) -> pa.DataType | None:
+    """Return a type for what columns of two types hold, `None` if they are of different kinds.
+
+    Null goes with any type, a dictionary with its values, text with bytes, any number with any other, and times with
+    dates. Lists go with lists, and structs with structs of as many fields, if what they hold does. A number may have
+    too many digits for the common type. With `as_text`, booleans are no numbers: they are spelled true and false.
+    """
+    one, other = plain_type(one), plain_type(other)
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if as_text and pa.types.is_boolean(one) != pa.types.is_boolean(other):
+        return None
+    if is_list(one) and is_list(other):
+        item = common_type(one.value_type, other.value_type, as_text=as_text)
+        return None if item is None else pa.large_list(item)
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.num_fields == other.num_fields:
+        fields = [one.field(place) for place in range(one.num_fields)]
+        types = [common_type(field.type, other.field(at).type, as_text=as_text) for at, field in enumerate(fields)]
+        return None if None in types else pa.struct(list(map(pa.Field.with_type, fields, types)))
+    return next((join(one, other) for holds, join in _KINDS if holds(one) and holds(other)), None)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type without dictionaries at its top."""
+    return plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of a type are text or bytes, or a dictionary of these."""
+    kind = plain_type(kind)
+    return is_string(kind) or any(
+        holds(kind) for holds in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+    )
+
+
+def is_string(kind: pa.DataType) -> bool:
+    """Whether values of a type are text, which is UTF-8."""
+    return any(holds(kind) for holds in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether values of a type are numbers or booleans."""
+    return is_whole(kind) or pa.types.is_boolean(kind) or is_fraction(kind)
+
+
+def is_whole(kind: pa.DataType) -> bool:
+    """Whether values of a type are integers, or decimals without a fraction."""
+    return pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale <= 0)
+
+
+def is_fraction(kind: pa.DataType) -> bool:
+    """Whether values of a type are numbers that may have a fraction."""
+    return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
+
+
+def is_moment(kind: pa.DataType) -> bool:
+    """Whether values of a type are times or dates."""
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of a type are lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def is_id(kind: pa.DataType) -> bool:
+    """Whether values of a type are text or whole numbers."""
+    return is_text(kind) or is_whole(kind)
+
+
+def is_pair(kind: pa.DataType) -> bool:
+    """Whether values of a type are structs of an id (text or integer) and a weight (number)."""
+    return (
+        pa.types.is_struct(kind)
+        and kind.num_fields == 2
+        and (is_id(kind.field(0).type) or pa.types.is_null(kind.field(0).type))
+        and (is_number(kind.field(1).type) or pa.types.is_null(kind.field(1).type))
+    )
+
+
+def is_feature(kind: pa.DataType, *, of_fractions: bool = True) -> bool:
+    """Whether a column of a type can be a feature. `of_fractions`: whether lists of fractions can, because all of them
+    are whole numbers."""
+    kind = plain_type(kind)
+    if is_list(kind):
+        item = plain_type(kind.value_type)
+        return is_id(item) or is_pair(item) or (of_fractions and is_fraction(item))
+    return is_number(kind) or is_text(kind)
+
+
+def _text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    return pa.large_string() if is_string(one) and is_string(other) else pa.large_binary()
+
+
+def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """The type of the larger range; float64 if it is not of one of both."""
+    if pa.types.is_boolean(one) or pa.types.is_boolean(other):
+        return other if pa.types.is_boolean(one) else one
+    if pa.types.is_floating(one) or pa.types.is_floating(other):
+        return pa.float64()
+    if pa.types.is_decimal(one) or pa.types.is_decimal(other):
+        return _decimal(one, other)
+    if pa.types.is_signed_integer(one) == pa.types.is_signed_integer(other):
+        return max(one, other, key=lambda kind: kind.bit_width)
+    return pa.int64() if max(one.bit_width, other.bit_width) < 64 else _decimal(one, other)
+
+
+def _decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """A decimal with all digits of both."""
+    digits = [(kind.precision, kind.scale) if pa.types.is_decimal(kind) else (20, 0) for kind in (one, other)]
+    scale = max(scale for _, scale in digits)
+    precision = max(precision - scale for precision, scale in digits) + scale
+    return pa.decimal128(precision, scale) if precision <= 38 else pa.decimal256(min(precision, 76), scale)
+
+
+def _moment(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    zones = [kind.tz for kind in (one, other) if pa.types.is_timestamp(kind) and kind.tz]
+    return pa.timestamp("ns", zones[0] if zones else None)
+
+
+_KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType, pa.DataType], pa.DataType]], ...] = (
+    (is_text, _text),
+    (is_number, _number),
+    (is_moment, _moment),
+)
+"""Kinds of single values, and the common type of two of one kind."""
