@@ -1,8 +1,10 @@
-"""One table as CSV, with a decimal comma, as JSON lines and as Parquet of several types gives one prepared dataset."""
+"""One table as CSV, with a decimal comma, as JSON lines, as Parquet of several types and in folders gives one prepared
+dataset."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Callable
 from decimal import Decimal
@@ -52,7 +54,7 @@ def write_csv(path: Path, table: Table, spell: Callable[[int], str], decimal: st
         writer = csv.writer(file, delimiter=";" if decimal == "," else ",")
         writer.writerow(table[0])
         for row in table:
-            texts = {name: each(row[name], spell) or "" for name in WHOLE}
+            texts = {name: each(row[name], spell) or "" for name in WHOLE if name in row}
             texts["tags"] = "|".join(texts["tags"])
             price = "" if row["price"] is None else str(row["price"]).replace(".", decimal)
             writer.writerow(({**row, **texts, "price": price}).values())
@@ -61,7 +63,7 @@ def write_csv(path: Path, table: Table, spell: Callable[[int], str], decimal: st
 def write_json(path: Path, table: Table, convert: Callable[[int], Any]) -> None:
     def document(row: dict[str, Any]) -> dict[str, Any]:
         price = None if row["price"] is None else float(row["price"])
-        return {**row, "price": price, **{name: each(row[name], convert) for name in WHOLE}}
+        return {**row, "price": price, **{name: each(row[name], convert) for name in WHOLE if name in row}}
 
     path.write_text("".join(json.dumps(document(row)) + "\n" for row in table))
 
@@ -72,9 +74,19 @@ def write_parquet(
     columns: dict[str, pa.Array] = {name: pa.array([row[name] for row in table]) for name in ("click", "city")}
     columns["price"] = pa.array([row["price"] for row in table], pa.decimal128(9, 2)).cast(price)
     for name, (kind, convert) in kinds.items():
+        if name not in table[0]:
+            continue
         values = [each(row[name], convert) for row in table]
         columns[name] = pa.array(values, pa.list_(kind) if name == "tags" else kind)
     pq.write_table(pa.table(columns), path)
+
+
+def write_folders(path: Path, table: Table, write: Callable[[Path, Table], None], suffix: str) -> None:
+    """Folders `shop=7`, in the order of their paths; their files lack that column."""
+    for shop, rows in itertools.groupby(table, key=lambda row: row["shop"]):
+        folder = path / f"shop={shop}"
+        folder.mkdir(parents=True)
+        write(folder / f"rows{suffix}", [{name: row[name] for name in row if name != "shop"} for row in rows])
 
 
 INTEGER, DOUBLE = (pa.int64(), int), (pa.float64(), float)
@@ -96,6 +108,9 @@ FORMS: dict[str, Callable[[Path, Table], None]] = {
     "e.parquet": lambda path, table: write_parquet(
         path, table, {"user": DOUBLE, "shop": (pa.uint8(), int), "tags": DECIMAL}, pa.float64()
     ),
+    "folders.csv": lambda path, table: write_folders(path, table, FORMS["b.csv"], ".csv"),
+    "folders.jsonl": lambda path, table: write_folders(path, table, FORMS["b.jsonl"], ".jsonl"),
+    "folders.parquet": lambda path, table: write_folders(path, table, FORMS["b.parquet"], ".parquet"),
 }  # fmt: skip
 
 
@@ -116,6 +131,7 @@ def prepared(folder: Path, name: str, table: Table, *, vocabulary: bool) -> Data
 @fewer_examples(20)
 def test_one_table_gives_one_dataset(tmp_path_factory: pytest.TempPathFactory, table: Table, vocabulary: bool) -> None:
     folder = tmp_path_factory.mktemp("forms")
+    table = sorted(table, key=lambda row: str(row["shop"]))  # the order of folders
     datasets = {name: prepared(folder, name, table, vocabulary=vocabulary) for name in FORMS}
     first = next(iter(datasets))
     for name, dataset in datasets.items():
