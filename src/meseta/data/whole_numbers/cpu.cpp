@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <cstdint>
 #include <cstring>
@@ -37,14 +38,27 @@ inline bool is_digit(uint8_t byte) { return uint8_t(byte - '0') < 10; }
 
 inline bool is_space(uint8_t byte) { return byte == ' ' || uint8_t(byte - '\t') < 5; }
 
-// Whether it is the usual spelling of a number of up to 18 digits, as most values are.
-inline bool is_usual(const uint8_t* p, const uint8_t* end) {
-  if (p != end && *p == '-') ++p;
-  if (p == end || end - p > 18 || uint8_t(*p - '1') >= 9) return false;
-  for (++p; p != end; ++p) {
-    if (!is_digit(*p)) return false;
+// Whether the first 1 to 8 bytes are digits. 8 bytes can be read.
+inline bool are_digits(const uint8_t* p, int64_t num_bytes) {
+  static_assert(std::endian::native == std::endian::little);
+  constexpr uint64_t kHigh = 0xF0F0F0F0F0F0F0F0, kSixes = 0x0606060606060606, kThrees = 0x3333333333333333;
+  uint64_t word;
+  std::memcpy(&word, p, sizeof(word));
+  // A digit has 3 in its high half, also after 6 was added. A carry reaches only bytes after one that is no digit.
+  const uint64_t halves = (word & kHigh) | ((word + kSixes) & kHigh) >> 4;
+  return ((halves ^ kThrees) << (64 - 8 * num_bytes)) == 0;
+}
+
+// Whether it is the usual spelling of a number of up to 18 digits, as most values are. False for some that are, such as
+// negative ones and the last bytes before `limit`, up to which bytes can be read.
+inline bool is_usual(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
+  const int64_t num_bytes = end - p;
+  if (uint64_t(num_bytes - 1) >= 18 || (*p == '0' && num_bytes > 1)) return false;
+  if (num_bytes <= 8) return limit - p >= 8 && are_digits(p, num_bytes);
+  for (; end - p > 8; p += 8) {
+    if (!are_digits(p, 8)) return false;
   }
-  return true;
+  return are_digits(end - 8, 8);
 }
 
 // The digits of a number, without the decimal point and zeros at either end; its value is digits * 10^exponent.
@@ -87,8 +101,8 @@ inline bool read_exponent(const uint8_t* p, const uint8_t* end, int64_t& exponen
   return true;
 }
 
-Text read_text(const uint8_t* p, const uint8_t* end) {
-  if (is_usual(p, end)) return {Kind::kUnchanged};
+Text read_text(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
+  if (is_usual(p, end, limit)) return {Kind::kUnchanged};
   const uint8_t* const begin = p;
   const int64_t num_bytes = end - p;
   while (p != end && is_space(*p)) ++p;
@@ -142,7 +156,7 @@ std::pair<int64_t, int64_t> scan(Array<const uint8_t> data, Array<const Offset> 
   nb::gil_scoped_release release;
   for (size_t i = 0; i + 1 < offsets.shape(0); ++i) {
     const auto [start, stop] = bounds_of(data, offsets, i);
-    const Kind kind = read_text(start, stop).kind;
+    const Kind kind = read_text(start, stop, data.data() + data.shape(0)).kind;
     num_respelled += kind == Kind::kRespelled;
     num_others += kind == Kind::kOther;
   }
@@ -161,7 +175,7 @@ int64_t respell(Array<const uint8_t> data, Array<const Offset> offsets, Array<ui
   out_offsets.data()[0] = 0;
   for (size_t i = 0; i + 1 < offsets.shape(0); ++i) {
     const auto [start, stop] = bounds_of(data, offsets, i);
-    const Text text = read_text(start, stop);
+    const Text text = read_text(start, stop, data.data() + data.shape(0));
     const int64_t num_bytes = text.kind == Kind::kRespelled ? kMaxDigits + 1 : stop - start;
     if (end - p < num_bytes) throw std::invalid_argument("whole_numbers: the output has too few bytes");
     if (text.kind == Kind::kRespelled) {
