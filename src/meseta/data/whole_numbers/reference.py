@@ -24,7 +24,8 @@ def _respelled(string: bytes) -> bytes:
     try:
         number = Decimal(text.decode())
     except decimal.InvalidOperation:  # no digits, or an exponent of more than 18 digits
-        return string
+        digits = re.match(rb"[+-]?([\d.]*)", text)
+        return b"0" if digits and digits[1].strip(b".") and not digits[1].strip(b"0.") else string
     if number and number.adjusted() >= _MAX_DIGITS:
         return string
     if number != number.to_integral_value() or not -(2**63) <= number < 2**64:
