@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -29,12 +29,16 @@ _EXACT_DIGITS = 15
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """A local file is opened by Arrow itself, whose threads then read it without Python."""
-    if not is_url(path):
-        with pq.ParquetFile(path) as file:
-            yield file
-        return
-    with open_file(path) as stored, pq.ParquetFile(stored) as file:
+    """Context manager that opens a file, a local one by Arrow itself, whose threads then read it without Python.
+
+    Raises pyarrow.ArrowException if it is damaged."""
+    with ExitStack() as stack:
+        stored = stack.enter_context(open_file(path)) if is_url(path) else path
+        try:
+            file = stack.enter_context(pq.ParquetFile(stored))
+            len(file.schema_arrow.names)  # decodes them
+        except UnicodeDecodeError as error:
+            raise pa.ArrowInvalid(f"the name of a column is not UTF-8: {error}") from None
         yield file
 
 
