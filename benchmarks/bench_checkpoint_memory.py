@@ -9,6 +9,7 @@ process runs it, whose RssAnon in /proc is sampled every 3 ms.
   save, a delta with few changed rows and one with all. The policies are those of checkpoint.deltas, the tiers hbm,
   cached and disk. With tier disk, saves run in the background of training. Tables of --large are measured with these
   operations only. Those with tier disk run in a control group of 3 GB, where a refusal by check_memory passes too.
+  With tier cached, training is measured without saves: rows in memory take pages only as training changes them.
 - predict: the whole process, less the tables that it holds.
 - verify, compact, export: the whole process. import: the peak above that of the new model.
 

@@ -97,12 +97,24 @@ class Measurement:
             raise RuntimeError(f"{self.run.name(operation)} ended with {code}: {printed}")
         if operation in ("save", "resume"):
             level = max(peaks["training"], peaks["start"])
+            if operation == "save" and self.run.tier == "cached":
+                level = max(level, self._training_alone())
             most = max(peaks.get("save", 0), peaks["load"] if operation == "resume" else 0)
         elif operation == "import":
             level, most = peaks["load"], peaks["import"]
         else:
             level, most = (self.run.table_bytes if operation == "predict" else 0), max(peaks.values())
         return {"level": level, "peak": most, "more": max(most - level, 0), "peaks": peaks}
+
+    def _training_alone(self) -> int:
+        """Peak of training as far as with all saves. Rows in memory take pages only as training changes them."""
+        config = self._config("alone", 3 * STEPS)
+        arguments = ["-m", "memory.run_process", "train_only", config, self.folder / "phase"]
+        code, peaks, printed = peaks_of(arguments, self.folder)
+        if code != 0:
+            raise RuntimeError(f"training of {self.run.name('save')} ended with {code}: {printed}")
+        shutil.rmtree(self.folder / "alone")
+        return max(peaks.values())
 
     def _arguments(self, operation: str) -> list[object]:
         run, meseta = self.folder / "run", ["-m", "meseta.cli.main"]

@@ -35,8 +35,11 @@ def mark(marks: RowMarks, changed: str) -> None:
     marks.add(rows, Consumer.CHECKPOINTS)
 
 
-def train(config: RunConfig, phases: PhaseFile) -> None:
-    """The first save is as training made it; of the later ones few rows have changed and, in the last one, all."""
+def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
+    """The first save is as training made it; of the later ones few rows have changed and, in the last one, all.
+
+    Without `saves`, training goes on as far and saves nothing.
+    """
     phases.phase = "load"
     trainer = Trainer(config, World.current())
     shards = trainer.model.embeddings.shards
@@ -46,12 +49,14 @@ def train(config: RunConfig, phases: PhaseFile) -> None:
     def marked_save() -> None:
         nonlocal is_first
         for shard in shards:
-            shard.in_order().end_reading()  # rows that were trained go to the disk, as they would sooner or later
+            shard.in_order().end_reading()  # rows that were trained go to their tier, as they would sooner or later
             if not is_first:
                 mark(shard.marks, "all" if trainer.step == trainer.num_steps else "few")
-        is_first, phases.phase = False, "save"
-        save()
-        look()
+        is_first = False
+        if saves:
+            phases.phase = "save"
+            save()
+            look()
 
     def look() -> None:
         """Before the first save it is all training."""
@@ -67,7 +72,7 @@ def train(config: RunConfig, phases: PhaseFile) -> None:
 
     def wait() -> None:
         wait_for_save()
-        phases.phase = "after"
+        phases.phase = "after" if saves else "training"
 
     run_step, wait_for_save = trainer._run_step, trainer.saver.wait
     trainer._save, trainer._run_step, trainer.saver.wait = marked_save, step, wait  # type: ignore[method-assign]
@@ -100,8 +105,8 @@ def main() -> None:
     kind, config = sys.argv[1], RunConfig.model_validate(json.loads(Path(sys.argv[2]).read_text()))
     if kind == "model":
         write_model(config, Path(sys.argv[3]))
-    elif kind == "train":
-        train(config, PhaseFile(Path(sys.argv[3])))
+    elif kind in ("train", "train_only"):
+        train(config, PhaseFile(Path(sys.argv[3])), saves=kind == "train")
     else:
         start_from(Path(sys.argv[4]), config, PhaseFile(Path(sys.argv[3])))
 
