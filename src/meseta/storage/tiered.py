@@ -4,7 +4,7 @@ near, where operators read and step them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ class _FarShard(TableStorage):
         """The same of any rows."""
         absent = torch.nonzero(~is_present).squeeze(1)
         values = self._layout.named(records)
-        if absent.numel():
-            for name, value in self._new(rows[absent]).items():
-                values[name][absent] = value
+        for places in absent.split(MOVED_ROWS) if absent.numel() else ():  # few at a time, to need little memory
+            for name, value in self._new(rows[places]).items():
+                values[name][places] = value
         return values
 
     def _new(self, rows: Tensor) -> dict[str, Tensor]:
@@ -242,7 +242,17 @@ class TieredShard(_FarShard):
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Copies."""
-        return self._read_rows(torch.arange(first, stop))
+        values = {name: empty((stop - first, *like.shape[1:]), like.dtype) for name, like in self._like.items()}
+        self._read_into(values, [torch.arange(first, stop)])
+        return values
+
+    def _read_into(self, buffers: Mapping[str, Tensor], parts: Iterable[Tensor]) -> None:
+        """Copy rows to the beginning of buffers, few at a time, to need little memory."""
+        end = 0
+        for part in (few for many in parts for few in many.split(MOVED_ROWS)):
+            begin, end = end, end + len(part)
+            for name, value in self._read_rows(part).items():
+                buffers[name][begin:end] = value
 
     def _read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of any rows."""
@@ -294,11 +304,8 @@ class TieredShard(_FarShard):
         are copied."""
         if self.shard.tier == DISK:
             return self.select_in_place(rows)
-        buffers, end = room_for(self._like, len(rows), reuse), 0
-        for part in (few for many in rows.parts() for few in many.split(MOVED_ROWS)):
-            begin, end = end, end + len(part)
-            for name, value in self._read_rows(part).items():
-                buffers[name][begin:end] = value
+        buffers = room_for(self._like, len(rows), reuse)
+        self._read_into(buffers, rows.parts())
         return CopiedRows(self.spec, self.shard, self._like, rows, buffers=buffers)
 
     def select_in_place(self, rows: RowSet) -> SelectedRows:
