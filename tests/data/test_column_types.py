@@ -285,3 +285,14 @@ def test_new_rows_of_other_types(tmp_path: Path, other: str, lists: bool) -> Non
     expected = [[hashed("shop_id", text_of(v)) for v in row or []] if lists else hashed("shop_id", text_of(row))
                 for row in rows[NUM_ROWS:]]  # fmt: skip
     assert found == expected
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_lists_with_fractions_in_one_file_are_no_reason_to_drop_a_column(tmp_path: Path, swapped: bool) -> None:
+    lists = [pa.array([[1, 2], []] * 30, pa.list_(pa.int64())), pa.array([[1.5], [2.0]] * 30)]
+    for path, column in zip("ab", reversed(lists) if swapped else lists, strict=True):
+        write(tmp_path / f"{path}.parquet", column)
+    check_refused(tmp_path)
+    for path in "ab":
+        write(tmp_path / f"{path}.parquet", lists[1])
+    assert [feature.name for feature in run(tmp_path).sparse] == ["city"]
