@@ -259,7 +259,7 @@ class SourceForm(Record):
     """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
     whole_numbers: tuple[ColumnName, ...] = ()
     """Raw columns in which every spelling of a whole number is one value; in others, as of former versions, each
-    spelling in text is a value of its own."""
+    spelling in text is a separate value."""
     number_format: NumberFormat | None = None
     """How text spells numbers; `None`: as 1234.5."""
     partition_keys: tuple[ColumnName, ...] = ()

@@ -26,7 +26,7 @@ class WindowCounter(Protocol):
         """Count the ids [nnz] of `num_samples` consecutive samples."""
 
     def get_state(self) -> tuple[list[int], bytes]:
-        """Return what was counted; `set_state` of another counter continues from it."""
+        """Return the counts; `set_state` of another counter continues from them."""
 
     def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
         """Continue from what `get_state` returned."""

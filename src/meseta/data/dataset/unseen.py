@@ -33,7 +33,7 @@ CAUSE = "check that the files write values as the earlier ones did (encoding, nu
 
 
 def count_unseen(ids: NDArray[np.integer], seen: NDArray[np.uint8] | None) -> int:
-    """Return how many of the looked up rows `ids` [nnz] stand for unseen values.
+    """Return how many of the looked up rows `ids` [nnz] represent unseen values.
 
     `seen`: a bit per row of a hashed table, as `read_touched` gives them; `None` for a vocabulary.
     """
@@ -59,7 +59,7 @@ class LookupCounter:
             self._num_unseen += num_unseen
 
     def get_state(self) -> tuple[list[int], bytes]:
-        """Return what was counted, as `FeatureStatistics.get_state` does."""
+        """Return the counts, as `FeatureStatistics.get_state` does."""
         with self._lock:
             return [self._num_lookups, self._num_unseen], b""
 

@@ -24,7 +24,7 @@ BLOCK_ROWS = 32_768
 _EXACT_WHOLE = 2**53
 """Up to this size, float64 holds every whole number."""
 _EXACT_DIGITS = 15
-"""Decimals of up to so many digits are still told apart as float64."""
+"""Decimals with up to this many digits remain distinct as float64."""
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def read_batches(
     file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], num_rows: int = BLOCK_ROWS
 ) -> Iterator[pa.RecordBatch]:
     """Some columns of row groups, in batches of up to `num_rows` rows. Raises pyarrow.ArrowException for what no sound
-    file holds, but for text that is not UTF-8."""
+    file holds, except for text that is not UTF-8."""
     for group in groups:  # one by one: Arrow cannot join the dictionaries of lists in several
         for batch in file.iter_batches(num_rows, row_groups=[group], columns=list(columns)):
             _check_batch(batch)

@@ -1,4 +1,4 @@
-"""Types of Parquet columns: what they hold, and whether those of several files are one kind."""
+"""Types of Parquet columns, and the common type of a column in several files."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) 
     """Return a type for what columns of two types hold, `None` if they are of different kinds.
 
     Null goes with any type, a dictionary with its values, text with bytes, any number with any other, and times with
-    dates. Lists go with lists, and structs with structs of as many fields, if what they hold does. A number may have
-    too many digits for the common type. With `as_text`, booleans are no numbers: they are spelled true and false.
+    dates. Lists match lists, and structs match structs with as many fields, if their items or fields do. A number may
+    have too many digits for the common type. With `as_text`, booleans are no numbers: they are spelled true and false.
     """
     one, other = plain_type(one), plain_type(other)
     if one == other or pa.types.is_null(other):

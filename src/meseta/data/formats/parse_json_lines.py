@@ -37,7 +37,7 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     table = pa.table({name: as_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
     lists_of = {name: columns[name] for name in lists}
-    # What is a number in JSON has no signs, and other numbers have none any more.
+    # JSON numbers have no signs of a format; those of numbers in strings were removed above.
     plain = replace(layout, number_format=None)
     return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
 

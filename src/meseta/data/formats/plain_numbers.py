@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from meseta.data.number_format import NumberFormat
 
 _POINT = "\x1f"
-"""Stands for the decimal sign while thousands separators are removed, which may be points."""
+"""Replaces the decimal sign while thousands separators are removed, which may be points."""
 
 
 def plain_texts(number_format: NumberFormat, texts: pa.Array) -> pa.Array:

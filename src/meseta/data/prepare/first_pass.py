@@ -29,7 +29,7 @@ Progress = Callable[[str, int, float], None]
 """Called with the stage ('scan', 'read', 'write' or 'count'), its rows so far, and how much of it is done, 0 to 1.
 
 Only libsvm and libffm are scanned, for their fields and weights, and files that are split by time or have quantiles.
-What is read is then written. With a recipe alone it is counted, as far as the first pass could not."""
+The rows are read and then written. With a recipe alone, only what the first pass left open is counted."""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
 

@@ -11,7 +11,7 @@ from meseta.data.whole_numbers import are_whole_numbers
 
 _MISSING = frozenset(MISSING)
 _FIRST_VALUES = 20
-"""Values that are looked at before all are: of most columns of text, the first tells."""
+"""Values that are checked before all others: for most text columns the first one decides."""
 
 
 def holds_whole_numbers(values: Iterable[str]) -> bool:
