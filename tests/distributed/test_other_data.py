@@ -225,6 +225,7 @@ def forget(folder: Path) -> None:
         del document["label_source"]
         for one in document["sparse"]:
             one.pop("vocabulary_digest", None)
+            one.pop("test_lookups", None)
 
     change(folder, without)
 

@@ -165,7 +165,7 @@ def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
         (files / "bad.csv", [], "line 151, column 'price': 'dear' is not a number"),
         (files / "cut.csv.gz", [], "is truncated or damaged"),
         (files / "none.csv", [], "no such file"),
-        (files, [], "cannot read dataset.json"),
+        (files, [], "cut.csv.gz' is truncated or damaged"),
         (case / "test.csv", ["--keys", "shpo"], "has no column 'shpo'; did you mean 'shop'?"),
         (case / "test.csv", ["--split", "valid"], "raw files have no split 'valid'"),
     ):
