@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from meseta.config import ModelConfig, RunConfig, check_document
 from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
@@ -80,3 +81,10 @@ def test_a_key_is_listed_by_the_models_that_have_it() -> None:
     assert of["model.embedding_dim"] == "All but logistic_regression" and of["model.options"] == "your own"
     [named] = find_keys("model.name")
     assert all(f"{name!r}: " in named.text for name in MODEL_NAMES)
+
+
+@pytest.mark.parametrize("key", [None, 3, 1.5, True])
+def test_a_key_that_is_no_string_is_named(key: object) -> None:
+    """As YAML has them: `model: {null: 3}`."""
+    with pytest.raises(ValidationError, match=f"keys should be strings, got {key!r}"):
+        ModelConfig.model_validate({key: 3})

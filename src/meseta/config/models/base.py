@@ -48,6 +48,9 @@ class ModelConfig(Section):
         if not isinstance(value, Mapping | None):
             return handler(value)
         keys = {} if value is None else dict(value)
+        for key in keys:
+            if not isinstance(key, str):  # pydantic-core raises a TypeError
+                raise ValueError(f"keys should be strings, got {key!r}")
         if cls is not ModelConfig:
             return handler(_without_former(cls, keys))
         named = section_class(keys.get("name", DEFAULT_NAME))
