@@ -48,15 +48,23 @@ def parquet_schema(source: Source) -> pa.Schema:
         return file.schema_arrow
 
 
-def source_schema(source: Source, sources: Sequence[Source] = ()) -> pa.Schema:
-    """Columns of a file and those that its folders make, whose types are inferred from their values in all `sources`.
+def partition_types(sources: Sequence[Source]) -> dict[str, pa.DataType]:
+    """Types of the columns that folders make, inferred from their values in all `sources`."""
+    names = dict.fromkeys(name for source in sources for name in source.partition)
+    values = {name: list(dict.fromkeys(source.partition.get(name) or "" for source in sources)) for name in names}
+    return {name: partition_type(values[name]) for name in names}
+
+
+def source_schema(source: Source, types: Mapping[str, pa.DataType] | None = None) -> pa.Schema:
+    """Columns of a file and those that its folders make; their `types` are inferred from the values of this file if
+    they are not given.
 
     Raises MesetaError for a damaged file, and for a column that is both."""
     schema = parquet_schema(source)
     check_partition(f"source {source.path!r}", source.partition, schema.names)
+    types = partition_types([source]) if types is None else types
     for name in source.partition:
-        values = dict.fromkeys(one.partition.get(name) or "" for one in sources or (source,))
-        schema = schema.append(pa.field(name, partition_type(list(values))))
+        schema = schema.append(pa.field(name, types[name]))
     return schema
 
 

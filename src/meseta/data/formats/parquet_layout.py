@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meseta.data.formats.format import Source
-from meseta.data.formats.parquet_files import check_exact, parquet_sample, plain_values, source_schema
+from meseta.data.formats.parquet_files import check_exact, parquet_sample, partition_types, plain_values, source_schema
 from meseta.data.formats.parquet_types import (
     ColumnTypes,
     is_feature,
@@ -80,10 +80,10 @@ def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTyp
     """Types of the columns in all files. Raises MesetaError for a file without a column that `schema` names, and
     without a schema for one that has other columns than the first file."""
     first = sources[0]
-    types = ColumnTypes()
+    types, folders = ColumnTypes(), partition_types(sources)
     expected: Sequence[str] = ()
     for source in sources:
-        present = source_schema(source, sources)
+        present = source_schema(source, folders)
         if schema is not None:
             check_names(f"source {str(source.path)!r}", [*schema.columns, *schema.weights.values()], present.names)
         elif source is first:

@@ -24,15 +24,14 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
     names = block.source.own_columns(layout.columns)
-    is_formatted = layout.number_format is not None
-    columns = decoded_columns(block, raw, names, lists, RowDecoder(Literal if is_formatted else str))
-    numbers = {
-        name: as_array(block, name, _plain_numbers(columns[name], layout.number_format))
-        for name in (block.source.own_columns(layout.numbers) if is_formatted else ())
-    }
-    for column in layout.values if is_formatted else ():
-        if column.weight is not None:
-            columns[column.weight] = [_plain_numbers(texts, layout.number_format) for texts in columns[column.weight]]
+    number_format = layout.number_format
+    columns = decoded_columns(block, raw, names, lists, RowDecoder(str if number_format is None else Literal))
+    numbers: dict[str, pa.Array] = {}
+    if number_format is not None:
+        for name in block.source.own_columns(layout.numbers):
+            numbers[name] = as_array(block, name, _plain_numbers(columns[name], number_format))
+        for weight in (column.weight for column in layout.values if column.weight is not None):
+            columns[weight] = [_plain_numbers(texts, number_format) for texts in columns[weight]]
     singles = [name for name in names if name not in lists]
     table = pa.table({name: as_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
@@ -42,12 +41,10 @@ def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
 
 
-def _plain_numbers(texts: Sequence[str], number_format: NumberFormat | None) -> list[str]:
+def _plain_numbers(texts: Sequence[str], number_format: NumberFormat) -> list[str]:
     """Return texts of numbers without the signs of the format; numbers of JSON have none."""
-    spelled = [text.encode(errors="surrogatepass") for text in texts]
-    plain = (
-        spelled if number_format is None else plain_numbers(number_format, pa.array(spelled, pa.binary())).to_pylist()
-    )
+    spelled = pa.array([text.encode(errors="surrogatepass") for text in texts], pa.binary())
+    plain = plain_numbers(number_format, spelled).to_pylist()
     return [
         text if isinstance(text, Literal) else number.decode(errors="surrogatepass")
         for text, number in zip(texts, plain, strict=True)
