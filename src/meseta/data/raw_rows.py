@@ -73,6 +73,11 @@ LABEL_RULE = "a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
 """What a value must be to be a label."""
 
 
+def row_of_value(place: int, lengths: NDArray[np.int64] | None) -> int:
+    """Return the row of a value: `place` counts values, of which the rows have `lengths` [n], or one each if None."""
+    return place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+
+
 def is_label(label: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each label [n] is in 0..1; NaN (missing) is not."""
     return (label >= 0) & (label <= 1)

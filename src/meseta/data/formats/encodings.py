@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from meseta.data.formats.compression import ByteLines, restarting
 from meseta.data.layout import RawLayout
-from meseta.data.raw_rows import RawRows
+from meseta.data.raw_rows import RawRows, row_of_value
 from meseta.errors import MesetaError
 
 UTF_8 = "utf-8"
@@ -66,7 +66,7 @@ def check_text(rows: RawRows, raw: bytes, layout: RawLayout, error: Callable[[in
         if column.has_rows:
             continue
         if fault := first_not_utf8(values.values):
-            row = fault.place if values.lengths is None else int((values.lengths.cumsum() <= fault.place).sum())
+            row = row_of_value(fault.place, values.lengths)
             problem = f"{fault.shown} is not UTF-8"
             if layout.encoding != UTF_8:
                 problem = f"it has bytes that {layout.encoding} does not define"

@@ -19,7 +19,7 @@ from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.number_format import NumberFormat
-from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.raw_rows import RawRows, RawSparse, row_of_value
 from meseta.data.schema.guess import MISSING, NULLS, number_of
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.errors import one_line
@@ -87,8 +87,8 @@ class _ParquetColumns:
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
             numbers = _numbers(plain_values(weights)).astype(np.float32)
         if not np.isfinite(numbers).all():
-            owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(numbers))[0], side="right")
-            raise self._error(int(owner), weight_name, "a weight is missing or not finite")
+            owner = row_of_value(int(np.flatnonzero(~np.isfinite(numbers))[0]), lengths)
+            raise self._error(owner, weight_name, "a weight is missing or not finite")
         return RawSparse(self._texts_of_lists(column.raw, values, lengths), lengths, numbers)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
@@ -111,13 +111,13 @@ class _ParquetColumns:
         self._check_text(name, values, lengths)
         texts, place = _texts(values, is_exact=self.layout.has_whole_numbers(name))
         if place is not None:
-            owner = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+            owner = row_of_value(place, lengths)
             raise self._error(owner, name, f"{values[place].as_py()} in a list is not a whole number")
         return texts
 
     def _check_text(self, name: str, values: pa.Array, lengths: NDArray[np.int64] | None = None) -> None:
         if is_string(values.type) and (fault := first_not_utf8(values)):
-            row = fault.place if lengths is None else int((lengths.cumsum() <= fault.place).sum())
+            row = row_of_value(fault.place, lengths)
             raise self._error(row, name, f"{fault.shown} is not UTF-8, which Parquet strings are")
 
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
