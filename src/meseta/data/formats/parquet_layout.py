@@ -31,7 +31,6 @@ from meseta.data.schema.guess import (
     guess_column,
     guess_label,
     guess_time,
-    has_negative,
     other_outcome,
 )
 from meseta.data.schema.labels import raw_label_columns, with_signed_labels
@@ -144,8 +143,7 @@ def _guessed(
         for weight, name in weights.items()
         if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
     }
-    signed = [name for name, values in texts.items() if has_negative(values)]
-    return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses), texts
+    return schema_of(labels, guesses, texts).model_copy(update={"weights": pairs}), reasons_of(guesses), texts
 
 
 def _guess_by_name(name: str, weighed: str | None) -> Guess | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.schema.guess import Guess, guess_column, guess_label, guess_label_by_values, has_negative
+from meseta.data.schema.guess import Guess, guess_column, guess_label, guess_label_by_values
 from meseta.data.schema.labels import raw_label_columns
 from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
@@ -60,7 +60,7 @@ def guessed_text_layout(
         for name, values in columns.items()
         if name not in raw_labels
     }
-    schema = schema_of(labels, guesses, [name for name in guesses if has_negative(columns[name])])
+    schema = schema_of(labels, guesses, columns)
     reasons = reasons_of(guesses)
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"

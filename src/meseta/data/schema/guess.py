@@ -126,8 +126,9 @@ def guess_label_by_values(columns: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def has_negative(values: Sequence[str]) -> bool:
-    """Whether a number below 0 is among them."""
-    return any(value.startswith("-") and (number := number_of(value)) is not None and number < 0 for value in values)
+    """Whether any value is a negative number."""
+    signed = [value for value in values if value.startswith("-")] if "\n-" in "\n" + "\n".join(values) else []
+    return any((number := number_of(value)) is not None and number < 0 for value in signed)
 
 
 def role_by_name(name: str) -> Literal["categorical", "dense"] | None:

@@ -16,7 +16,7 @@ _FIRST_VALUES = 20
 
 def holds_whole_numbers(values: Iterable[str]) -> bool:
     """Whether there are values that are not missing, and all of them are whole numbers."""
-    present = [value for value in values if value not in _MISSING]
+    present = list(set(values) - _MISSING)
     first = present[:_FIRST_VALUES]
     return bool(first) and are_whole_numbers(first) and are_whole_numbers(present)
 

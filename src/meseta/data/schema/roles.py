@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from meseta.data.schema.guess import Guess, Role, only_one_each
+from meseta.data.schema.guess import Guess, Role, has_negative, only_one_each
 from meseta.data.schema.labels import is_condition
 from meseta.data.schema.schema import Schema
 from meseta.spec import MesetaError, nearest
@@ -87,18 +87,17 @@ def _role(roles: set[str]) -> Guess:
     return Guess(_ROLES[option], f"as --{option} says", is_named=True)
 
 
-def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], signed: Sequence[str]) -> Schema:
-    """The schema that says what `guesses` say; `signed`: columns of numbers with negative values."""
+def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], columns: Mapping[str, Sequence[str]]) -> Schema:
+    """Return the schema of the guessed roles. `columns` holds sampled values of columns, as text."""
     guesses = only_one_each(guesses)
     dense = [name for name, guess in guesses.items() if guess.role in ("dense", "both")]
     single = {guess.role: name for name, guess in guesses.items() if guess.role in ("weight", "group", "time")}
     # Not validated: roles are disjoint, and names that a file has twice are told with the file.
-    negative = {*signed}
     return Schema.model_construct(
         label=labels[0] if len(labels) == 1 else None,
         labels=list(labels) if len(labels) > 1 else [],
         dense=dense,
-        signed=[name for name in dense if name in negative],
+        signed=[name for name in dense if has_negative(columns.get(name, ()))],
         categorical=[name for name, guess in guesses.items() if guess.role in ("categorical", "both")],
         weight=single.get("weight"),
         group=single.get("group"),
