@@ -54,7 +54,9 @@ def peaks_of(arguments: Sequence[object], folder: Path, group: Path | None = Non
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
     enter = "import os, sys; group = sys.argv[1]; group and open(group, 'w').write(str(os.getpid()));"
     become = "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
-    command = [sys.executable, "-c", enter + become, "" if group is None else group / "cgroup.procs", *arguments]
+    # A benchmark that is killed takes its process with it.
+    interpreter = ["setpriv", "--pdeathsig", "KILL", sys.executable]
+    command = [*interpreter, "-c", enter + become, "" if group is None else group / "cgroup.procs", *arguments]
     peaks: dict[str, int] = {}
     with log.open("w") as output:
         process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -378,9 +378,6 @@ def rows_are_read(reading: object) -> bool:
 def freeze_rows(log: object) -> object:
     """The rows as they are, until this dies."""
 
-def forget_frozen_rows(frozen: object, stop: int) -> None:
-    """Frozen rows before `stop` are read no more."""
-
 def flush_rows(log: object) -> list[int]:
     """Send all to disk and wait; a failure as of `wait_rows`."""
 

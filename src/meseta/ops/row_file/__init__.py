@@ -248,7 +248,7 @@ class FrozenRows:
 
         `rows` is the first of n consecutive rows, or lists them, int64 [n] ascending. Rows that are stored near each
         other are read with what is between them, at the disk's sequential rate; others one by one. Raises MesetaError
-        for rows that the file has not, or that are forgotten.
+        for rows that the file has not.
         """
         present = torch.empty(len(values[0]), dtype=torch.bool)
         first, listed = (rows, None) if isinstance(rows, int) else (0, rows.numpy())
@@ -258,10 +258,6 @@ class FrozenRows:
         except ValueError as error:
             raise MesetaError(f"{self._file.owner}: {error}") from None
         return RowRead(self._file, handle, present)
-
-    def forget(self, stop: int) -> None:
-        """Rows before `stop` are read no more: memory of their index is given back."""
-        core().forget_frozen_rows(self._handle, stop)
 
     def close(self) -> None:
         """Let the file use its room again; a second call does nothing. Reads that are on their way end first."""

@@ -151,11 +151,9 @@ nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, std::optional<Ro
   if (listed) {
     check(*rows->log, *listed);
     if (int64_t(listed->shape(0)) != count) refuse("present has ", count, " entries for ", listed->shape(0), " rows");
-    if (count > 0) first = *std::min_element(listed->data(), listed->data() + count);
-  } else if (count > rows->log->num_rows() - first) {
+  } else if (first < 0 || count > rows->log->num_rows() - first) {
     refuse("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " frozen rows");
   }
-  if (first < rows->first) refuse("frozen rows before ", rows->first, " are forgotten, and row ", first, " is asked for");
   auto fields = fields_of<uint8_t>(*rows->log, values, count);
   auto held_reading = std::unique_ptr<HeldReading>(
       new HeldReading{Reading(rows->log), listed.value_or(Rows()), values, present});
@@ -179,12 +177,6 @@ Answer wait_rows(nb::capsule reading) {
 bool rows_are_read(nb::capsule reading) { return reading_of(reading).ticket.done(); }
 
 nb::capsule freeze_rows(nb::capsule log) { return hold(held<RowLog>(log, kLog)->freeze(), kFrozen); }
-
-void forget_frozen_rows(nb::capsule frozen, int64_t stop) {
-  const auto rows = held<Frozen>(frozen, kFrozen);
-  if (stop < 0 || stop > rows->log->num_rows()) refuse("there is no frozen row ", stop);
-  rows->log->forget(*rows, stop);
-}
 
 Answer flush_rows(nb::capsule log) {
   const auto file = held<RowLog>(log, kLog);
@@ -248,7 +240,6 @@ void bind_row_file(nb::module_& m) {
   m.def("wait_rows", &wait_rows, nb::arg("reading"));
   m.def("rows_are_read", &rows_are_read, nb::arg("reading"));
   m.def("freeze_rows", &freeze_rows, nb::arg("log"));
-  m.def("forget_frozen_rows", &forget_frozen_rows, nb::arg("frozen"), nb::arg("stop"));
   m.def("flush_rows", &flush_rows, nb::arg("log"));
   m.def("close_row_log", &close_row_log, nb::arg("log"));
   m.def("row_log_numbers", &row_log_numbers, nb::arg("log"));

@@ -51,12 +51,6 @@ class Index {
     return std::exchange(chunk->slots[row % kChunkRows], slot);
   }
 
-  // Rows before `row` are needed no longer.
-  void forget(int64_t row) {
-    const auto end = chunks_.begin() + row / kChunkRows;
-    for (auto chunk = chunks_.begin(); chunk != end; ++chunk) chunk->reset();
-  }
-
   void clear() { chunks_.clear(); }
   int64_t num_bytes() const { return int64_t(chunks_.capacity() * sizeof(chunks_[0])); }
 

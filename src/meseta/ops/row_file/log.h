@@ -44,7 +44,6 @@ class Frozen {
   const std::shared_ptr<RowLog> log;
   Index index;
   const uint64_t freeze;
-  int64_t first = 0;  // rows before it are forgotten
 };
 
 class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
@@ -110,11 +109,6 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   std::shared_ptr<Frozen> freeze() {
     const std::lock_guard lock(mutex_);
     return std::make_shared<Frozen>(shared_from_this(), index_, segments_.freeze());
-  }
-  void forget(Frozen& frozen, int64_t row) {
-    const std::lock_guard lock(mutex_);
-    frozen.index.forget(row);
-    frozen.first = std::max(frozen.first, row / kChunkRows * kChunkRows);
   }
   void thaw(Frozen& frozen) {
     const std::lock_guard lock(mutex_);
