@@ -101,7 +101,7 @@ class Measurement:
                 level = max(level, self._training_alone())
             most = max(peaks.get("save", 0), peaks["load"] if operation == "resume" else 0)
         elif operation == "import":
-            level, most = peaks["load"], peaks["import"]
+            level, most = peaks["start"], peaks["import"]
         else:
             level, most = (self.run.table_bytes if operation == "predict" else 0), max(peaks.values())
         return {"level": level, "peak": most, "more": max(most - level, 0), "peaks": peaks}
