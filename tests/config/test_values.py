@@ -76,6 +76,19 @@ def test_numbers_beyond_float32(tmp_path: Path) -> None:
     refuse(tmp_path, "key 'dense.optimizer.lr': it must be at most 3.4028e", dense={"optimizer": {"lr": 1e39}})
 
 
+@pytest.mark.parametrize("value", [2.5, True, "9", [9], {"a": 9}])
+def test_keys_of_plans_of_another_type(value: object) -> None:
+    table = TableSpec(name="user", num_embeddings=300, embedding_dim=16)
+    entry = {"sharding": "row_wise", "tier": "cached"}
+    shard = {"rows": [0, 300], "columns": [0, 16], "ranks": [0], "tier": "cached", "near_rows": value}
+    for near in (entry | {"near_rows": value}, {"sharding": "row_wise", "shards": [shard]}):
+        with pytest.raises(MesetaError, match="near_rows must be a whole number, got "):
+            Plan.from_dict({"tables": {"*": near}}, [table], 2)
+    for key in ("exchange", "dense_exchange"):
+        with pytest.raises(MesetaError, match=f"{key} must be|{key} .* is unknown"):
+            Plan.from_dict({key: value, "tables": {"*": entry}}, [table], 2)
+
+
 @pytest.mark.parametrize("near_rows", [2**63, 99999999999999999999, 10**200])
 def test_near_rows_beyond_64_bits(near_rows: int) -> None:
     table = TableSpec(name="user", num_embeddings=300, embedding_dim=16)

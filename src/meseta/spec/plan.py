@@ -152,9 +152,7 @@ class Plan:
                     )
                 check_choice(f"plan: table {entry.table!r}", "tier", shard.tier, get_args(Tier))
                 _check_near_rows(shard)
-        for key, known in (("exchange", Exchange), ("dense_exchange", DensePath)):
-            if getattr(self, key) is not None:
-                check_choice("plan", key, getattr(self, key), get_args(known))
+        check_exchanges(self.exchange, self.dense_exchange)
 
     @property
     def is_two_level(self) -> bool:
@@ -249,6 +247,13 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write JSON with every shard spelled out, whole or not at all; raises MesetaError where it cannot be."""
         write_whole(path, json_text(self.to_dict()))
+
+
+def check_exchanges(exchange: object, dense_exchange: object) -> None:
+    """Raise MesetaError unless both values of a plan are `None` or known."""
+    for key, value, known in (("exchange", exchange, Exchange), ("dense_exchange", dense_exchange, DensePath)):
+        if value is not None:
+            check_choice("plan", key, value, get_args(known))
 
 
 def _written(shard: Shard) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meseta.errors import MAX_WHOLE, MesetaError, check_keys, check_number, is_whole, nearest, shown
-from meseta.spec.plan import FORMAT, PATH_KEYS, Plan
+from meseta.spec.plan import FORMAT, PATH_KEYS, Plan, check_exchanges
 from meseta.spec.shards import IN_ONE_HOST, MAX_RANKS, Shard, ShardingType, TablePlan, cut
 from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
@@ -55,6 +55,7 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
     paths = {key: document.get(key) for key in PATH_KEYS}
+    check_exchanges(paths["exchange"], paths["dense_exchange"])
     plan = Plan(num_ranks=num_ranks, tables=tuple(placed), **paths)
     plan.check(tables)
     return plan
@@ -145,10 +146,12 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             devices_per_host=per_host,
             hot_rows=hot_rows,
         )
-        tier, near_rows = str(entry.get("tier", HBM)), entry.get("near_rows")
-        if isinstance(near_rows, int) and near_rows > MAX_WHOLE:
-            raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
-        pieces = (replace(s, tier=tier, near_rows=_at_most(near_rows, s.num_rows)) for s in placed.shards)
+        tier, near_rows = str(entry.get("tier", HBM)), _read_near_rows(where, entry)
+        pieces = (
+            # A small shard of the table has fewer rows.
+            replace(s, tier=tier, near_rows=None if near_rows is None else min(near_rows, max(s.num_rows, 1)))
+            for s in placed.shards
+        )
         placed = replace(placed, shards=tuple(pieces))
     for shard in placed.shards:
         for rank in shard.ranks:
@@ -192,13 +195,18 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
         columns=(columns[0], columns[1]),
         ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
         tier=str(piece.get("tier", HBM)),
-        near_rows=piece.get("near_rows"),
+        near_rows=_read_near_rows(where, piece),
     )
 
 
-def _at_most(near_rows: Any, num_rows: int) -> Any:
-    """Of each piece of a table, where a small one has fewer."""
-    return min(near_rows, max(num_rows, 1)) if is_whole(near_rows) else near_rows
+def _read_near_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
+    """Return `near_rows` of a table or shard, `None` if it is not given."""
+    near_rows = entry.get("near_rows")
+    if near_rows is not None and not is_whole(near_rows):
+        raise MesetaError(f"{where}: near_rows must be a whole number, got {shown(near_rows)}")
+    if near_rows is not None and near_rows > MAX_WHOLE:
+        raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
+    return near_rows
 
 
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:

@@ -112,10 +112,8 @@ class Options:
         """[...]: seconds of a step, beside what is fixed, from those of the slowest rank [..., K], of every rank
         [..., K], and what is used [..., C]."""
         if self.paths is None:
-            added: Floats = busy.sum(axis=-1) + (common.sum(axis=-1) + is_used @ self.use_s)
-            return added
-        longest: Floats = self.paths.each(busy + common, is_used).max(axis=-1)
-        return longest
+            return np.asarray(busy.sum(axis=-1) + (common.sum(axis=-1) + is_used @ self.use_s))
+        return np.asarray(self.paths.each(busy + common, is_used).max(axis=-1))
 
     def weighed(self, seconds: Floats) -> Floats:
         """[...]: what seconds of components [..., K] are worth, added up."""
