@@ -25,7 +25,8 @@ if find_spec("jaxtyping") and find_spec("beartype"):
 
     # Every call costs; mypy holds the packages whose signatures have no shapes, and `make soak` checks theirs too.
     shaped = ("data.batch", "embedding", "jagged", "models", "ops", "pipeline", "storage")
-    checked = ["meseta"] if os.environ.get("MESETA_SOAK") else [f"meseta.{package}" for package in shaped]
+    checks_all = os.environ.get("MESETA_SOAK") and os.environ.get("MESETA_SOAK_TYPES") != "0"
+    checked = ["meseta"] if checks_all else [f"meseta.{package}" for package in shaped]
     install_import_hook(checked, "typed.check")
 
 # Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.

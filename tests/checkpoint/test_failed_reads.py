@@ -126,22 +126,23 @@ def resuming(scene: Scene) -> None:
 
 
 def fetching(scene: Scene) -> None:
-    """A machine without checkpoints begins with the mirror's. A fetch that fails ends the command; it is run again."""
+    """A machine without checkpoints begins with the mirror's. A command that a failed read ends is run again."""
     if isinstance(scene.folder, RemotePath):
         return
     scene.folder = scene.folder.with_name("elsewhere")
     history = scene.run.history
-    for _ in range(2):
+
+    def start() -> None:
         scene.run = Run(scene.folder, PLAN, **scene.run.settings)
         scene.run.history = history
-        num_told = len(scene.told)
-        scene.attempt(scene.run.savers[0].fetch)
-        if len(scene.told) == num_told:
-            break
-        assert num_told == 0, "one read fails once"
-    path = newest(scene.folder)
-    assert path is not None and path.name == "step-000000003"
-    scene.run.resume(path)
+        scene.run.savers[0].fetch()
+        path = newest(scene.folder)
+        assert path is not None and path.name == "step-000000003"
+        scene.run.resume(path)
+
+    scene.attempt(start)
+    if scene.told:
+        start()
 
 
 def going_back(scene: Scene) -> None:
