@@ -11,7 +11,7 @@ process runs it, whose RssAnon in /proc is sampled every 3 ms.
   operations only. Those with tier disk run in a control group of 3 GB, where a refusal by check_memory passes too.
   With tier cached, training is measured without saves: rows in memory take pages only as training changes them.
 - predict: the whole process, less the tables that it holds.
-- verify, compact, export: the whole process. import: the peak above that of the new model.
+- verify, compact, export: the whole process. import: the peak above that of the new model, with all of its rows.
 
 Finished cases are kept in DIR/cases.json, and the same command continues with the rest. It first prints how many hours
 and how much disk it needs. It appends to benchmarks/results.csv, and exits with 1 if a case takes more than 512 MB.

@@ -101,7 +101,9 @@ class Measurement:
                 level = max(level, self._training_alone())
             most = max(peaks.get("save", 0), peaks["load"] if operation == "resume" else 0)
         elif operation == "import":
-            level, most = peaks["start"], peaks["import"]
+            # Rows in host memory take pages only as they are written.
+            unwritten = self.run.table_bytes if self.run.tier == "cached" else 0
+            level, most = peaks["start"] + unwritten, peaks["import"]
         else:
             level, most = (self.run.table_bytes if operation == "predict" else 0), max(peaks.values())
         return {"level": level, "peak": most, "more": max(most - level, 0), "peaks": peaks}
