@@ -116,13 +116,16 @@ def compacting(scene: Scene) -> None:
 
 
 def resuming(scene: Scene) -> None:
-    """The newest, in another process."""
-    path = scene.attempt(lambda: newest(scene.folder))
-    if path is None:
-        assert scene.told
-        return
-    assert path.name == "step-000000003"
-    scene.attempt(lambda: scene.run.resume(path))
+    """The newest, in another process. A command that a failed read ends is run again."""
+
+    def start() -> None:
+        path = newest(scene.folder)
+        assert path is not None and path.name == "step-000000003"
+        scene.run.resume(path)
+
+    scene.attempt(start)
+    if scene.told:
+        start()
 
 
 def fetching(scene: Scene) -> None:
@@ -146,18 +149,28 @@ def fetching(scene: Scene) -> None:
 
 
 def going_back(scene: Scene) -> None:
-    """The newest is damaged; a failed read is repeated, and the one before is taken."""
-    with retries.repeated_reads():
-        path = newest(scene.folder)
-        assert path is not None and path.name == "step-000000003"
-        [problem] = loads(path, PLAN)
-        assert isinstance(problem, DamagedCheckpoint), problem
-        offer = offer_older(problem, path)
-        assert offer.path is not None and offer.path.name == "step-000000002"
-        assert [path.name for path in offer.passed] == ["step-000000003"]
-        for passed in offer.passed:
-            store_at(scene.folder).pass_over(passed, offer.problem)
-        scene.run.resume(offer.path)
+    """The newest is damaged; a failed read is repeated, and the one before is taken. A command that a failed mark ends
+    is run again."""
+
+    def start() -> None:
+        with retries.repeated_reads():
+            path = newest(scene.folder)
+            assert path is not None
+            if path.name == "step-000000003":
+                [problem] = loads(path, PLAN)
+                assert isinstance(problem, DamagedCheckpoint), problem
+                offer = offer_older(problem, path)
+                assert [path.name for path in offer.passed] == ["step-000000003"]
+                for passed in offer.passed:
+                    store_at(scene.folder).pass_over(passed, offer.problem)
+                assert offer.path is not None
+                path = offer.path
+            assert path.name == "step-000000002"
+            scene.run.resume(path)
+
+    scene.attempt(start)
+    if scene.told:
+        start()
 
 
 ACTIONS: dict[str, Callable[[Scene], None]] = {
@@ -238,6 +251,21 @@ def test_each_read_fails_once(tmp_path: Path, case: dict[str, Any]) -> None:
                 count = len(reads)
                 break
         number += STRIDE[where]
+
+
+def test_the_listing_after_a_copy_fails(tmp_path: Path) -> None:
+    """The mirror has the checkpoint, and the next save finds it there."""
+    start = begun(tmp_path / "start", "directory", "saving")
+    tried = copied(start, tmp_path / "whole", "directory")
+    with failing_reads(*tried.roots) as reads:
+        saving(tried)
+    last = max(read.number for read in reads if read.kind == "ls" and read.path.endswith("/mirror/step-000000004"))
+    tried = copied(start, tmp_path / "tried", "directory")
+    with failing_reads(*tried.roots, choose=once(last, errno.EIO)):
+        saving(tried)
+    assert len(tried.told) == 1
+    check_kept(tried)
+    check_next_save(tried)
 
 
 def check_next_save(scene: Scene) -> None:

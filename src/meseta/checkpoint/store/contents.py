@@ -100,8 +100,9 @@ class StoreContents:
     def add(self, checkpoint: NamedFiles) -> None:
         """Register a checkpoint that this process has written."""
         self.forget([checkpoint.name])
-        self.checkpoints[checkpoint.name] = checkpoint
+        # If listing its files fails, the next refresh reads the manifest.
         self._stamps[checkpoint.name] = self._stamp(checkpoint.name)
+        self.checkpoints[checkpoint.name] = checkpoint
 
     def has(self, path: str, key: FileKey) -> bool:
         """Whether a file has this size, and an intact manifest gives it this checksum."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import check_known, read
+from meseta.checkpoint.failures import check_known, read, writing
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
@@ -217,10 +217,12 @@ class DirectoryStore:
 
     def pass_over(self, path: Path, why: str) -> None:
         """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
-        with (path / PASSED_OVER).open("x") as file:
-            file.write(f"{why}\n")
-        sync(path / PASSED_OVER)
-        sync(path)
+        marker = path / PASSED_OVER
+        with writing(marker):
+            with marker.open("x") as file:
+                file.write(f"{why}\n")
+            sync(marker)
+            sync(path)
 
     def passed_over(self) -> list[Path]:
         """Those, by name."""
