@@ -170,7 +170,9 @@ def test_processes_are_known_by_number_and_start() -> None:
     os.kill(pid, signal.SIGSTOP)
     while (state := state_of(pid)) is not None and state.letter != "T":
         pass
-    assert state is not None and state.held == "stopped by a signal" and state.start == start_of(pid)
+    assert (
+        state is not None and state.is_stopped and state.held == "stopped by a signal" and state.start == start_of(pid)
+    )
     process.kill()
     process.join()
     assert state_of(pid) is None and not catches(pid, signal.SIGUSR1)

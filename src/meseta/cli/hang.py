@@ -69,6 +69,6 @@ def _line(rank: FoundRank, now_ns: int) -> str:
 def _why(rank: FoundRank) -> str:
     """A rank that is alive has not written its stacks."""
     if rank.held:
-        way = f"; `kill -CONT {rank.state.pid}` lets it go on" if rank.held == "stopped by a signal" else ""
+        way = f"; `kill -CONT {rank.state.pid}` lets it go on" if rank.is_stopped else ""
         return f"it is {rank.held}, and cannot answer{way}"
     return "it does not answer; it may be another user's, or have no turn of the processor"

@@ -23,6 +23,11 @@ class ProcessState:
         return self.letter in "ZX"
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, so that it continues at SIGCONT."""
+        return self.letter == "T"
+
+    @property
     def held(self) -> str:
         """Why it does not run, ready to stand in a sentence; '' where nothing but its own code keeps it."""
         return {

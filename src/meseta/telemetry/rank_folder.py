@@ -37,6 +37,8 @@ class FoundRank:
     """Whether that process is still there."""
     held: str
     """Why it does not run, where the system says so, ready to stand in a sentence."""
+    is_stopped: bool
+    """Whether that is a signal, so that the process continues at SIGCONT."""
 
 
 def find_ranks(run_dir: Path) -> dict[int, FoundRank]:
@@ -76,8 +78,10 @@ def _find_rank(path: Path) -> FoundRank:
         raise MesetaError(f"record of a rank {str(path)!r}: {error.strerror}; move it away") from None
     is_here = state.host == socket.gethostname()
     process = state_of(state.pid) if is_here else None
-    is_alive = process is not None and process.start == state.start and not process.has_ended
-    return FoundRank(path, state, is_here, is_alive, held_text(state.pid, process) if process and is_alive else "")
+    if process is None or process.start != state.start or process.has_ended:
+        return FoundRank(path, state, is_here, is_alive=False, held="", is_stopped=False)
+    held = held_text(state.pid, process)
+    return FoundRank(path, state, is_here, is_alive=True, held=held, is_stopped=process.is_stopped)
 
 
 def ask_for_stacks(ranks: Mapping[int, FoundRank]) -> dict[int, str]:
