@@ -17,6 +17,10 @@ MODULES = {"avx512": "meseta._C_avx512", "avx2": "meseta._C_avx2", "baseline": "
 """One module per instruction set, all from the same sources and with the same results, the fastest first."""
 
 
+class InstructionSetError(MesetaError):
+    """Value of MESETA_ISA that is unknown, or that this processor does not support."""
+
+
 @cache
 def core() -> ModuleType:
     """The compiled core for this machine's instruction set; MESETA_ISA=avx512, avx2 or baseline chooses another.
@@ -72,9 +76,9 @@ def instruction_set() -> str:
     best = best_instruction_set()
     chosen = variables.get("MESETA_ISA", best)
     if chosen not in MODULES:
-        raise MesetaError(f"MESETA_ISA={chosen!r} is unknown; {nearest(chosen, MODULES)}")
+        raise InstructionSetError(f"MESETA_ISA={chosen!r} is unknown; {nearest(chosen, MODULES)}")
     if list(MODULES).index(chosen) < list(MODULES).index(best):
-        raise MesetaError(f"MESETA_ISA={chosen!r}: this processor runs {best!r} at most; unset MESETA_ISA")
+        raise InstructionSetError(f"MESETA_ISA={chosen!r}: this processor runs {best!r} at most; unset MESETA_ISA")
     return chosen
 
 

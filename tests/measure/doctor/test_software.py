@@ -89,7 +89,8 @@ def test_core() -> None:
     assert devices.check_core(NO_TORCH).state == "note"
     missing = devices.check_core({"error": "ModuleNotFoundError: No module named 'meseta._C'"})
     assert missing.state == "problem" and "pip install ." in missing.way_out
-    assert devices.check_core({"error": "MesetaError: MESETA_ISA='x' is unknown"}).way_out == "unset MESETA_ISA"
+    other = {"error": "ImportError: /MESETA_ISA/_C.so: no such file", "error_class": "ImportError"}
+    assert "pip install ." in devices.check_core(other).way_out
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_stage_that_kills_its_process_is_named_and_the_others_run(
     assert facts == {
         "import typer": {},
         "import yaml": {"error": "the process was killed by SIGILL"},
-        "import rich": {"error": "ImportError: no such symbol"},
+        "import rich": {"error": "ImportError: no such symbol", "error_class": "ImportError"},
         "import fsspec": {"error": "the process ended with exit code 0 and said nothing"},
     }
 
@@ -190,7 +191,7 @@ def test_a_stage_that_kills_its_process_is_named_and_the_others_run(
 def test_torch_that_does_not_load_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stages = ["torch", "core", "gpu", "import yaml"]
     facts = ask(monkeypatch, tmp_path, stages, torch="raise OSError('libtorch_cpu.so: no such file')")
-    assert facts["torch"] == {"error": "OSError: libtorch_cpu.so: no such file"} and facts["import yaml"] == {}
+    assert facts["torch"]["error"] == "OSError: libtorch_cpu.so: no such file" and facts["import yaml"] == {}
     assert facts["core"] == facts["gpu"] == {"error": probe.WITHOUT_TORCH}
 
 
@@ -200,6 +201,19 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert facts["processor"] == {"instruction_set": "avx2", "best": "avx2"}
     found = devices.check_core(facts["core"])
     assert found.state == "problem" and "No module named 'meseta._C_avx2'" in found.text
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ("fast", "MesetaError: MESETA_ISA='fast' is unknown; known are avx2, avx512, baseline"),
+        ("avx512", "MesetaError: MESETA_ISA='avx512': this processor runs 'avx2' at most; unset MESETA_ISA"),
+    ],
+)
+def test_a_variable_that_names_no_core(chosen: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESETA_ISA", chosen)
+    found = devices.check_core(ask(monkeypatch, tmp_path, ["core"], torch=SMALL_TORCH)["core"])
+    assert (found.state, found.text, found.way_out) == ("problem", text, "unset MESETA_ISA")
 
 
 SMALL_TORCH = """

@@ -9,6 +9,7 @@ from meseta.machine.system import System
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.packages import Installed
 from meseta.measure.doctor.probe import WITHOUT_TORCH
+from meseta.ops.core import InstructionSetError
 from meseta.telemetry.shown import byte_size
 
 Fact = Mapping[str, Any]
@@ -21,7 +22,7 @@ def check_core(fact: Fact) -> Finding:
         return ok("core", f"the compiled core for {fact['instruction_set']} loads", **fact)
     if error == WITHOUT_TORCH:
         return note("core", error)
-    if "MESETA_ISA" in error:
+    if fact.get("error_class") == InstructionSetError.__name__:
         return problem("core", error, "unset MESETA_ISA")
     way = "build it: `pip install .` in a clone of the project (after `apt install g++ make python3-dev`)"
     return problem("core", f"the compiled core does not load: {error}", way)

@@ -16,12 +16,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meseta.errors import MesetaError
 from meseta.machine.variables import variables
 from meseta.measure.doctor.children import run_children
 from meseta.measure.doctor.packages import MODULES
 
 Fact = Mapping[str, Any]
-"""What a stage found; 'error' and nothing else where it failed."""
+"""Result of a stage. One that failed has 'error', its text, and 'error_class' if an exception is the reason."""
 LIMIT_S = 120.0
 TRIED_BYTES = 64 << 20
 """Of the tensor that shows whether 2 MB pages are given."""
@@ -76,7 +77,10 @@ def main(stages: Sequence[str]) -> None:
         try:
             fact: Fact = STAGES[stage]()
         except Exception as error:  # whatever it is, it is told
-            fact = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
+            # A person reads "MesetaError" for all of our classes, a program which of them it is.
+            name = MesetaError.__name__ if isinstance(error, MesetaError) else type(error).__name__
+            text = f"{name}: {' '.join(str(error).split())}"[:500]
+            fact = {"error": text, "error_class": type(error).__name__}
         say(end=stage, fact=fact)
 
 
