@@ -25,7 +25,7 @@ GOOD = {
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
 CUDA = TORCH | {"cuda": "13.0"}
 H100 = {"name": "NVIDIA H100", "total_bytes": 85_000_000_000, "free_bytes": 84_000_000_000}
-NO_TORCH = {"error": probe.WITHOUT_TORCH}
+NO_TORCH = {"error": "not tried, since torch does not load", "skipped": True}
 
 
 def without(*names: str, **other: str) -> packages.Installed:
@@ -192,7 +192,7 @@ def test_torch_that_does_not_load_is_tried_once(monkeypatch: pytest.MonkeyPatch,
     stages = ["torch", "core", "gpu", "import yaml"]
     facts = ask(monkeypatch, tmp_path, stages, torch="raise OSError('libtorch_cpu.so: no such file')")
     assert facts["torch"]["error"] == "OSError: libtorch_cpu.so: no such file" and facts["import yaml"] == {}
-    assert facts["core"] == facts["gpu"] == {"error": probe.WITHOUT_TORCH}
+    assert facts["core"] == facts["gpu"] == NO_TORCH
 
 
 def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

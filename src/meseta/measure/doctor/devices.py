@@ -8,7 +8,6 @@ from typing import Any
 from meseta.machine.system import System
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.packages import Installed
-from meseta.measure.doctor.probe import WITHOUT_TORCH
 from meseta.ops.core import InstructionSetError
 from meseta.telemetry.shown import byte_size
 
@@ -20,7 +19,7 @@ def check_core(fact: Fact) -> Finding:
     error = fact.get("error")
     if error is None:
         return ok("core", f"the compiled core for {fact['instruction_set']} loads", **fact)
-    if error == WITHOUT_TORCH:
+    if "skipped" in fact:
         return note("core", error)
     if fact.get("error_class") == InstructionSetError.__name__:
         return problem("core", error, "unset MESETA_ISA")
@@ -43,7 +42,7 @@ def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
     figures = {"devices": fact.get("devices", []), "driver": driver}
     if "error" in fact:
         text = f"{fact['error']}{f' (driver {driver})' if driver else ''}"
-        if fact["error"] == WITHOUT_TORCH:
+        if "skipped" in fact:
             return note("GPU", text, **figures)
         way = "set device=cpu to train without; else bring driver and torch together: a newer driver, or a torch for "
         return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **figures)
@@ -67,7 +66,7 @@ def check_triton(fact: Fact, has_gpu: bool, installed: Installed) -> Finding:
     if error is None:
         where = "and runs a kernel here" if fact["target"] else "kernels for GPUs; without a GPU nothing needs them"
         return ok("triton", f"{fact['version']} compiles {where}", **fact)
-    if error == WITHOUT_TORCH:
+    if "skipped" in fact:
         return note("triton", error, version=version)
     if version is None:
         if not has_gpu:

@@ -22,7 +22,8 @@ from meseta.measure.doctor.children import run_children
 from meseta.measure.doctor.packages import MODULES
 
 Fact = Mapping[str, Any]
-"""Result of a stage. One that failed has 'error', its text, and 'error_class' if an exception is the reason."""
+"""Result of a stage. One that failed has 'error', its text, and 'error_class' if an exception is the reason. One that
+was not run, because torch does not load, has 'skipped' as well as 'error'."""
 LIMIT_S = 120.0
 TRIED_BYTES = 64 << 20
 """Of the tensor that shows whether 2 MB pages are given."""
@@ -48,7 +49,7 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
         for stage in [begun] if begun else left if child.code != 0 else []:
             facts.setdefault(stage, {"error": child.reason})
         if "error" in facts.get("torch", {}):
-            facts |= {stage: {"error": WITHOUT_TORCH} for stage in NEED_TORCH}
+            facts |= {stage: {"error": WITHOUT_TORCH, "skipped": True} for stage in NEED_TORCH}
     return facts
 
 
