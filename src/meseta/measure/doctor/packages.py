@@ -76,18 +76,21 @@ def check_torch(fact: Mapping[str, Any], installed: Installed) -> Finding:
 def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: Installed) -> Finding:
     """The packages that Meseta needs; torch's own finding tells whether it loads."""
     versions = {name: installed(name) for name in REQUIRED}
-    wrong, wanted = [], []
+    wrong, wanted, broken = [], [], set[str]()
     for name, version in versions.items():
         error = facts.get(f"import {MODULES[name]}", {}).get("error")
         if version is not None and _release(version) < _release(REQUIRED[name]):
             wrong.append(f"{name} {version} is older than {REQUIRED[name]}")
+        elif error is not None and version:
+            wrong.append(f"{name} does not load ({error})")
+            broken.add(name)
         elif error is not None:
-            wrong.append(f"{name} does not load ({error})" if version else f"{name} is not installed")
+            wrong.append(f"{name} is not installed")
         else:
             continue
         wanted.append(f"'{name}>={REQUIRED[name]}'")
     if wrong:
-        reinstall = "--force-reinstall " if any("does not load" in text for text in wrong) else ""
+        reinstall = "--force-reinstall " if broken else ""
         return problem("packages", "; ".join(wrong), f"pip install {reinstall}{' '.join(wanted)}", **versions)
     shown = (f"{name} {version}" for name, version in versions.items() if name != "torch" and version)
     return ok("packages", ", ".join(shown), **versions)
