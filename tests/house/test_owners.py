@@ -16,7 +16,7 @@ from source_tree import modules
 
 PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
-PIPES = ("measure/contest/team.py", "measure/contest/worker.py", "measure/doctor/probe.py")
+PIPES = ("measure/contest/team.py", "measure/contest/worker.py", "measure/doctor/children.py")
 """Talk with processes that they started, a line of JSON at a time."""
 ROWS = "data/formats/json_records.py"
 """Decodes rows of JSON lines, whose numbers stay as they are spelled."""

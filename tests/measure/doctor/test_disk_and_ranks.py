@@ -141,11 +141,12 @@ def ended(monkeypatch: pytest.MonkeyPatch, *children: ProcessResult) -> Any:
     return ranks.check_gloo({})
 
 
-SUM, HANGS = ProcessResult(0, "sum 3\n", ""), ProcessResult(None, "", "")
+SUM, HANGS = ProcessResult(0, '{"sum": 3.0}\n', ""), ProcessResult(None, "", "")
 
 
 def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ended(monkeypatch, SUM, SUM).state == "ok"
+    talkative = ProcessResult(0, 'a library prints\n3\n{"sum": 3.0}\n', "")
+    assert ended(monkeypatch, SUM, talkative).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,10 @@ def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((ProcessResult(-6, "", ""), HANGS), "rank 0: the process was killed by SIGABRT"),
         ((HANGS, HANGS), "rank 0: no answer within the time limit"),
-        ((SUM, ProcessResult(0, "sum 2\n", "")), "found: sum 3 and sum 2"),
+        ((SUM, ProcessResult(0, '{"sum": 2.0}\n', "")), "found: sum 3 and sum 2"),
+        ((SUM, ProcessResult(0, '{"sum": 30.0}\n', "")), "found: sum 3 and sum 30"),
+        ((SUM, ProcessResult(0, "", "")), "found: sum 3 and nothing"),
+        ((ProcessResult(0, '{"sum": 3', ""), SUM), 'found: {"sum": 3 and sum 3'),
     ],
 )
 def test_gloo_that_fails(children: tuple[ProcessResult, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from meseta.machine.files import nameless_file
 from meseta.machine.processes import Program, start_program
@@ -38,6 +39,17 @@ class ProcessResult:
             return f"the process was killed by {signal.Signals(-self.code).name}"
         lines = self.err.strip().splitlines()
         return lines[-1].strip() if lines else f"the process ended with exit code {self.code} and said nothing"
+
+    def messages(self, *keys: str) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects in standard output, one a line, that have one of `keys`. Lines that libraries print,
+        and one that was cut off, are skipped."""
+        for line in self.out.splitlines():
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict) and message.keys() & set(keys):
+                yield message
 
 
 def run_children(

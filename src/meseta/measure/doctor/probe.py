@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meseta.errors import MesetaError
@@ -41,7 +41,7 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
         except OSError as error:
             return facts | {stage: {"error": f"no process could be started: {error}"} for stage in left}
         begun = None
-        for message in _messages(child.out):
+        for message in child.messages("begin", "end"):
             begun = message.get("begin")
             if "end" in message:
                 facts[message["end"]] = message["fact"]
@@ -51,17 +51,6 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
         if "error" in facts.get("torch", {}):
             facts |= {stage: {"error": WITHOUT_TORCH, "skipped": True} for stage in NEED_TORCH}
     return facts
-
-
-def _messages(text: str) -> Iterator[dict[str, Any]]:
-    """What a child has said; a line that was cut off, or that is another's, is left out."""
-    for line in text.splitlines():
-        try:
-            message = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(message, dict) and message.keys() & {"begin", "end"}:
-            yield message
 
 
 def main(stages: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ from meseta.measure.doctor.children import run_children
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 
 NUM_RANKS = 2
+EXPECTED_SUM = 3.0
+"""Sum of the numbers 1 and 2, of which each rank has one."""
 LIMIT_S = 60
 
 
@@ -35,7 +37,9 @@ def check_gloo(torch: Mapping[str, Any], limit_s: int = LIMIT_S) -> Finding:
         reason = re.sub(r"\[enforce fail at \S+\] ", "", child.reason)  # lines of gloo's own source
         text = f"two processes cannot work together: rank {rank}: {reason[:400]}"
         return problem("gloo", text, way, seconds=elapsed_s)
-    if any("sum 3" not in child.out for child in ended):
-        sums = " and ".join(child.out.strip() or "nothing" for child in ended)
-        return problem("gloo", f"ranks that add up 1 and 2 found: {sums}", way, seconds=elapsed_s)
+    sums = [next((message["sum"] for message in child.messages("sum")), None) for child in ended]
+    if any(total != EXPECTED_SUM for total in sums):
+        texts = [child.out.strip() or "nothing" if total is None else f"sum {total:g}"
+                 for child, total in zip(ended, sums, strict=True)]  # fmt: skip
+        return problem("gloo", f"ranks that add up 1 and 2 found: {' and '.join(texts)}", way, seconds=elapsed_s)
     return ok("gloo", f"two processes met over loopback and added up, in {elapsed_s:.1f} s", seconds=elapsed_s)
