@@ -109,8 +109,8 @@ def main() -> None:
         dataset = json.loads(Path(data, "dataset.json").read_text())
         row_bytes = 4 * (1 + len(dataset["dense"]) + len(dataset["sparse"])) + 16
         bound = 200 + BUFFER_MB + WINDOW_ROWS * row_bytes / 1e6
-        with started(*READERS, "dispatch", "--data", data, "--listen", "127.0.0.1:0") as dispatcher:
-            measure(f"{num_rows} rows", dispatcher.said.split()[2].rstrip(","), bound, still_s)
+        with started(*READERS, "dispatch", "--data", data, "--listen", "127.0.0.1:0", "--json") as dispatcher:
+            measure(f"{num_rows} rows", json.loads(dispatcher.said)["url"], bound, still_s)
 
 
 def measure(case: str, url: str, bound: float, still_s: float) -> None:

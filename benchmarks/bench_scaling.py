@@ -172,11 +172,11 @@ def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iter
     """(URL of a dispatcher with readers behind links, its process)."""
     command = ["readers", "dispatch", "--data", str(bench.far), "--listen", "127.0.0.1:0", "--start-local"]
     with subprocess.Popen(
-        [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends"],
+        [*MESETA, *command, "--min", str(least), "--max", str(most), "--until-stdin-ends", "--json"],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        url = process.stdout.readline().split()[2].rstrip(",")
+        url = json.loads(process.stdout.readline())["url"]
         while len(Dispatcher(url).status().readers) < least:
             time.sleep(0.2)
         yield url, process.pid

@@ -85,9 +85,9 @@ def start(folder: Path, stack: ExitStack) -> str:
 
     meseta("data", "synth", "--out", f"{folder}/raw", "--rows", "30000").wait()
     meseta("prepare", f"{folder}/raw/*.tsv", "--out", f"{folder}/click").wait()
-    dispatcher = meseta("readers", "dispatch", "--data", f"{folder}/click", "--listen", "127.0.0.1:0")
+    dispatcher = meseta("readers", "dispatch", "--data", f"{folder}/click", "--listen", "127.0.0.1:0", "--json")
     stack.callback(dispatcher.terminate)
-    url = dispatcher.stdout.readline().split()[2].rstrip(",")
+    url = json.loads(dispatcher.stdout.readline())["url"]
     reader = meseta("readers", "work", "--dispatcher", url)
     stack.callback(reader.terminate)
     reader.stdout.readline()  # it is there

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +14,9 @@ import pytest
 
 from bad_input.commands import run_here
 from cli.processes import PATIENCE_S, Command
+from meseta.data.read.served.credentials import new_token
+from meseta.readers.local import local_readers
+from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
 COMMON = {"train__epochs": 2, "checkpoint__every_steps": 5}
@@ -69,3 +76,24 @@ def test_where_readers_do_not_go(tiny: Path, tmp_path: Path) -> None:
     for number in ("-1", "two", "1e3", "99999", ""):
         ended = run_here("train", str(config), f"--readers={number}")
         assert ended.code == 1 and "it is a number up to 1024, or auto" in ended.err.splitlines()[-1], ended.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_dispatcher_prints_its_url(as_json: bool, tiny: Path) -> None:
+    arguments = ["--data", f"a={tiny}", "--listen", "127.0.0.1:0", "--token-stdin", "--until-stdin-ends"]
+    command = [sys.executable, "-m", "meseta.cli.main", "readers", "dispatch", *arguments, *["--json"] * as_json]
+    done = subprocess.run(command, input=new_token() + b"\n", capture_output=True, check=True, timeout=60)
+    printed = done.stdout.decode()
+    if as_json:
+        document = json.loads(printed)
+        assert list(document) == ["url"] and re.fullmatch(r"grpc://127\.0\.0\.1:\d+", document["url"])
+    else:
+        url = r"(grpc://127\.0\.0\.1:\d+)"
+        line = rf"dispatcher at {url}, with a; readers: meseta readers work --dispatcher \1\n"
+        assert re.fullmatch(line, printed)
+
+
+def test_local_readers_whose_dispatcher_does_not_start(tmp_path: Path) -> None:
+    refused = pytest.raises(MesetaError, match="the dispatcher did not start; see the line above")
+    with refused, local_readers(tmp_path / "none", 1, 1):
+        pytest.fail("there is no dataset")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import socket
@@ -453,12 +454,12 @@ def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
 
     def start(*arguments: object) -> str:
         with out.open("ab") as log:
-            command = [*meseta, *map(str, arguments), "--keys", str(folder), "--advertise", "localhost"]
+            command = [*meseta, *map(str, arguments), "--keys", str(folder), "--advertise", "localhost", "--json"]
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log))
         said = processes[-1].stdout.readline().decode()
         with out.open("a") as log:
             log.write(said)
-        return said.split()[2].rstrip(",")
+        return str(json.loads(said)["url"])
 
     try:
         url = start("dispatch", "--data", f"click={data.dir}", "--listen", "0.0.0.0:0")

@@ -162,10 +162,10 @@ class Schedule:
         return self._draw.random() > 0.15
 
     def _dispatch(self) -> Process:
-        process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", self.address)
+        process = self._start("dispatch", "--data", f"click={self._folder}", "--listen", self.address, "--json")
         assert process.stdout is not None
         with process.stdout as said:
-            assert said.readline().startswith("dispatcher at")
+            assert json.loads(said.readline())["url"] == self.url
         return process
 
     def _start(self, *arguments: str) -> Process:

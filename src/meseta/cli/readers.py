@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -42,6 +43,7 @@ TokenStdin = Annotated[
     ),
 ]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", help="End when standard input does.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the URL as one line of JSON, for programs.")]
 
 
 @app.callback()
@@ -71,6 +73,7 @@ def dispatch(
     ] = False,
     token_stdin: TokenStdin = False,
     until_stdin_ends: UntilStdinEnds = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell trainers what there is to read, which reader has which window, and how many readers there should be."""
     from meseta.machine.processors import num_cores
@@ -95,12 +98,12 @@ def dispatch(
     endpoint, catalog, leases = Endpoint.of(listen, advertise, keys, token), Catalog(folders), LeaseTable()
     with ExitStack() as stack:
         server = stack.enter_context(serving(lambda: DispatchServer(endpoint, catalog, leases, scale), listen))
-        if scale is not None:
-            local = LocalReaders(server.url, server.credentials) if start_local else None
-            stack.enter_context(scaling(scale, leases, local))
         names = ", ".join(folders)
         way = f"meseta readers work --dispatcher {server.url}" + f" --keys {keys}" * (keys is not None)
-        print(f"dispatcher at {server.url}, with {names}; readers: {way}", flush=True)
+        _print_url(server.url, f"dispatcher at {server.url}, with {names}; readers: {way}", as_json)
+        if scale is not None:  # the thread that this starts may print, and the URL is the first line
+            local = LocalReaders(server.url, server.credentials) if start_local else None
+            stack.enter_context(scaling(scale, leases, local))
         _wait(until_stdin_ends)
     leave_at_once(0)
 
@@ -114,6 +117,7 @@ def work(
     buffer_mb: Annotated[int, typer.Option(min=1, help="Decoded windows that it holds, in MB.")] = 512,
     token_stdin: TokenStdin = False,
     until_stdin_ends: UntilStdinEnds = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decode rows for trainers, which the dispatcher sends here; leave at SIGTERM, when what was asked for is given."""
     from meseta.data.read.served.credentials import credentials_for
@@ -128,7 +132,7 @@ def work(
     reader = WindowReader(known, buffer_mb * 1_000_000)
     with serving(lambda: ReadServer(endpoint, reader, known), listen) as server:
         if server.meet(3.0):
-            print(f"reader at {server.url}, for the dispatcher at {dispatcher}", flush=True)
+            _print_url(server.url, f"reader at {server.url}, for the dispatcher at {dispatcher}", as_json)
         if _wait(until_stdin_ends, signal.SIGTERM):
             if until_stdin_ends:  # nobody is left to be given anything when that ends
                 threading.Thread(target=_end_with_stdin, name="meseta-stdin", daemon=True).start()
@@ -180,6 +184,11 @@ def keys(
     hosts = host or own_hosts()
     make_keys(folder, hosts, days)
     print(f"keys in {folder}, for {', '.join(hosts)}: for dispatchers and readers; trainers get all but key.pem")
+
+
+def _print_url(url: str, text: str, as_json: bool) -> None:
+    """Print `text`, or for programs the URL alone."""
+    print(json.dumps({"url": url}) if as_json else text, flush=True)
 
 
 def _named(text: str) -> tuple[str, Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meseta.data.read.served.credentials import CommandToken, Credentials, command_credentials, new_token
 from meseta.data.read.served.keys import Keys
+from meseta.machine.files import parse_json
 from meseta.machine.processes import Program, start_program
 from meseta.spec import MesetaError
 
@@ -63,16 +64,17 @@ def local_readers(dataset: Path, least: int, most: int) -> Iterator[str]:
     """The URL of a dispatcher of one dataset, which has so many readers; only this process and its forks know its
     token. They end when this is left, and when this process does, however it does. Raises MesetaError where they do not
     start."""
-    bounds = ("--min", str(least), "--max", str(most), "--start-local")
-    options, credentials = ("--data", str(dataset), "--listen", "127.0.0.1:0", *bounds), CommandToken(new_token())
-    dispatcher = _start("dispatch", *options, credentials=credentials, stdout=subprocess.PIPE)
+    options = ("--data", str(dataset), "--listen", "127.0.0.1:0", "--json")
+    bounds, credentials = ("--min", str(least), "--max", str(most), "--start-local"), CommandToken(new_token())
+    dispatcher = _start("dispatch", *options, *bounds, credentials=credentials, stdout=subprocess.PIPE)
     try:
         assert dispatcher.stdout is not None
         with dispatcher.stdout:
-            said = dispatcher.stdout.readline().decode().split()
-        if len(said) < 3:  # it has told why on the same stderr
-            raise MesetaError("--readers: the dispatcher did not start; see the line above")
-        url = said[2].rstrip(",")
+            line = dispatcher.stdout.readline()
+        try:
+            url = parse_json(line)["url"]
+        except ValueError:  # it has ended, and printed the reason on the same stderr
+            raise MesetaError("--readers: the dispatcher did not start; see the line above") from None
         with command_credentials(url, credentials):
             yield url
     finally:
