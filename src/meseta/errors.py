@@ -45,6 +45,10 @@ def one_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+ERROR_PREFIX = "error: "
+"""Prefix of the line on standard error with which a command fails."""
+
+
 def nearest(name: object, known: Iterable[object]) -> str:
     """A closing clause for an unknown name: the nearest valid one, or the whole list when none is near.
 

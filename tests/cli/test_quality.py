@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 import yaml
 
-from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs, work_step
 from meseta.cli.launch import StopSignals
+from meseta.cli.main import main
 from meseta.cli.quality import _SuiteWork
+from meseta.errors import check_number
 from meseta.machine.processes import fork
 from meseta.train.quality.study import SuiteRun
 from small_run import tiny_with_valid
@@ -149,6 +153,24 @@ def test_jobs_run_some_at_a_time_and_stop_where_one_of_their_steps_fails(tmp_pat
     said = {name: (tmp_path / f"{name}.log").read_text().split() for name in ended}
     assert said == {"good": ["good", "good"], "bad": ["bad", "bad"], "last": ["last"]}
     assert last_words(tmp_path / "bad.log") == "bad"
+
+
+def _run_command(*arguments: str) -> None:
+    """Run `meseta`, whose standard error is the log, not what pytest has put there."""
+    sys.stderr, sys.argv = os.fdopen(2, "w"), ["meseta", *arguments]
+    main()
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (partial(check_number, "a", "b", "c"), "a: b must be a finite number, got 'c'"),
+        (partial(_run_command, "config", "zzz"), "config: there is no key 'zzz'; `meseta config` lists all"),
+    ],
+)
+def test_the_error_of_a_job_is_its_text_alone(work: Callable[[], object], text: str, tmp_path: Path) -> None:
+    [done] = run_jobs([CommandJob("failing", tmp_path / "log", [work_step(work, "failing")])], 1, StopSignals())
+    assert done.code == 1 and last_words(tmp_path / "log") == text
 
 
 def _say_and_leave(name: str, code: int) -> None:

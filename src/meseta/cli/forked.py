@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 
-from meseta.errors import MesetaError
+from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.machine.processes import fork
 from meseta.telemetry.watching.stalls import StallReports
 
@@ -47,7 +47,7 @@ def _do(work: Callable[[], object]) -> None:
     try:
         work()
     except (MesetaError, OSError) as error:
-        os.write(2, f"error: {error}\n".encode())
+        os.write(2, f"{ERROR_PREFIX}{error}\n".encode())
         sys.exit(1)
 
 

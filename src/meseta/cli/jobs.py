@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meseta.cli.forked import start_command, start_work
 from meseta.cli.launch import StopSignals
+from meseta.errors import ERROR_PREFIX
 
 LOOK_S = 0.05
 """Between looks at what has ended."""
@@ -109,6 +110,6 @@ def _pass_on(one: _Running, process: BaseProcess, signals: StopSignals) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The last line that a failed process printed."""
+    """The last line that a failed process printed, without the prefix of errors."""
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
+    return lines[-1].removeprefix(ERROR_PREFIX) if lines else "it printed nothing"

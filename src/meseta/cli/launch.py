@@ -17,7 +17,7 @@ from typing import IO
 
 from meseta.cli.forked import start_command
 from meseta.cli.watch import RankWatch
-from meseta.errors import MesetaError
+from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import VARIABLE, Rendezvous
@@ -102,7 +102,7 @@ class Ended:
     def tell(self, when: str = "") -> int:
         """Say of a loss what nobody has said yet; returns the code."""
         if self.loss:
-            print(f"error: {self.loss}{when}; all ranks are stopped{way_on()}", file=sys.stderr, flush=True)
+            print(f"{ERROR_PREFIX}{self.loss}{when}; all ranks are stopped{way_on()}", file=sys.stderr, flush=True)
         return self.code
 
 
@@ -207,7 +207,7 @@ def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) 
             trouble = watch.astray()
             if trouble is None:
                 return None
-            print(f"error: {trouble.text}; mend that, and begin anew with --force", file=sys.stderr)
+            print(f"{ERROR_PREFIX}{trouble.text}; mend that, and begin anew with --force", file=sys.stderr)
             return Ended(HUNG)
         if signals.again or signals.number != passed_on:
             passed_on = signals.number

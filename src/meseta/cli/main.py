@@ -32,7 +32,7 @@ from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
-from meseta.errors import MesetaError, one_line
+from meseta.errors import ERROR_PREFIX, MesetaError, one_line
 from meseta.machine.environment import version_of
 from meseta.machine.processes import leave_at_once, remove_all_scratch
 from meseta.machine.rendezvous import VARIABLE
@@ -105,7 +105,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     rank = variables.get("RANK", "0")
-    where = "error: " if rank == "0" else f"error: rank {rank}: "
+    where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
         if RANK_RECORD in variables:  # of a rank that `--nproc` has started, which has torch
             from meseta.comm.recording import begin_record
@@ -114,7 +114,7 @@ def main() -> None:
         with StallReports() if ThisProcess.record is None else nullcontext():  # a launcher watches those with records
             _run()
     except MesetaError as error:
-        _leave(1, f"{where if error.rank is None else 'error: '}{error}")
+        _leave(1, f"{where if error.rank is None else ERROR_PREFIX}{error}")
     except OSError as error:
         named = f"{error.filename!r}: " if error.filename else ""
         _leave(1, f"{where}{named}{error.strerror or error}; see to that, and run the command again")
@@ -127,7 +127,8 @@ def main() -> None:
         # The launcher names the rank that went away, or the thread that watches the others, which then ends this one.
         if ThisProcess.record is not None and VARIABLE not in variables:
             time.sleep(LAST_WORDS_S)
-        _leave(LOST_CONNECTION, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
+        text = f"{ERROR_PREFIX}lost the connection to another rank: {error}"
+        _leave(LOST_CONNECTION, "" if VARIABLE in variables else text)
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")
     except SystemExit as left:

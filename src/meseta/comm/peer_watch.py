@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meseta.comm.time_out import Patience
 from meseta.comm.world import World
-from meseta.errors import MesetaError, one_line
+from meseta.errors import ERROR_PREFIX, MesetaError, one_line
 from meseta.machine.processes import leave_at_once
 from meseta.machine.rendezvous import VARIABLE as RENDEZVOUS
 from meseta.machine.time_limits import HUNG, TimeLimits
@@ -100,8 +100,8 @@ class PeerWatch:
         while not self._ended.wait(LOOK_S):
             trouble = self._find(time.monotonic())
             if trouble is not None and not self._ended.is_set():
-                text = f"error: {trouble.text}; end all ranks: the same command goes on from the last checkpoint"
-                os.write(2, f"{one_line(MesetaError(text))}\n".encode())
+                text = f"{trouble.text}; end all ranks: the same command goes on from the last checkpoint"
+                os.write(2, f"{ERROR_PREFIX}{one_line(MesetaError(text))}\n".encode())
                 time.sleep(TELL_S)
                 leave_at_once(HUNG)
 
