@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.report.comparison import compare_runs, speed_ratio
 from meseta.report.comparison_page import write_comparison
-from meseta.report.differences import FactDifference, grouped
+from meseta.report.differences import Fact, FactDifference, grouped
 from meseta.spec import MesetaError
 from meseta.telemetry.shown import signed
 
@@ -155,8 +155,21 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
 
 
 def test_many_tables_cut_alike_are_one_line() -> None:
-    rows = [FactDifference(name=f"table t{i}", values=("a", "b")) for i in range(26)]
+    rows = [FactDifference(fact=Fact(kind="table", subject=f"t{i}"), values=("a", "b")) for i in range(26)]
     assert [row.name for row in grouped(rows)] == ["table t0, t1, t2, t3 and 22 more"]
+
+
+def test_a_feature_that_is_called_features_hides_no_number_of_features(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("first", "second")]
+    for run, size in zip(runs, (50, 60), strict=True):
+        edit(run / "dataset.json", lambda d, size=size: d["sparse"][0].update(name="features", num_embeddings=size))
+    edit(runs[1] / "dataset.json", lambda d: d["sparse"].pop())
+    rows = [(row.name, row.values) for row in grouped(compare_runs(runs).data) if row.name.startswith("sparse")]
+    assert rows == [
+        ("sparse features", ("6", "5")),
+        ("sparse features", ("50 rows, hash", "60 rows, hash")),
+        ("sparse cat_5", ("50 rows, hash", "–")),
+    ]
 
 
 def test_runs_of_other_data_are_told(tmp_path: Path) -> None:

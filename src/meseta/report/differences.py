@@ -1,105 +1,134 @@
-"""What runs have in common, and in what they differ, as plain facts: a name, and its value in each run."""
+"""What runs have in common, and in what they differ, as plain facts: a property, and its value in each run."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 from meseta.report.record import RunRecord, flatten
 from meseta.telemetry.shown import ABSENT, count
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fact:
+    """Property of a run, or of a split, a table or a sparse feature of it."""
+
+    kind: Literal["run", "split", "table", "sparse"] = "run"
+    subject: str = ""
+    """Name of the split, the table or the sparse feature; empty for the run."""
+    property_name: str = ""
+    """Empty for tables and sparse features, which have one property each."""
+
+    @property
+    def name(self) -> str:
+        """Name of the property and of its subject, as a person reads it."""
+        return " ".join(filter(None, (self.kind if self.is_grouped else "", self.subject, self.property_name)))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether subjects with the same values are shown in one row."""
+        return self.kind in ("table", "sparse")
+
+
+LABELS = Fact(property_name="labels")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FactDifference:
     """A fact that is not the same in all runs."""
 
-    name: str
+    fact: Fact
     values: tuple[str, ...]
     """As a person reads them, one per run; ABSENT where a run does not have the fact."""
 
+    @property
+    def name(self) -> str:
+        """Name of the fact, as a person reads it."""
+        return self.fact.name
 
-def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[str, str]]) -> list[FactDifference]:
+
+def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[Fact, str]]) -> list[FactDifference]:
     """Those of `facts` that differ, in the order in which the runs name them.
 
     A run without any is unknown, not different: it has no value, and makes no difference alone.
     """
     found = [facts(record) for record in records]
-    names = dict.fromkeys(name for one in found for name in one)
     rows = []
-    for name in names:
-        values = tuple(one.get(name, ABSENT) for one in found)
+    for fact in dict.fromkeys(fact for one in found for fact in one):
+        values = tuple(one.get(fact, ABSENT) for one in found)
         if len({value for value, one in zip(values, found, strict=True) if one}) > 1:
-            rows.append(FactDifference(name=name, values=values))
+            rows.append(FactDifference(fact=fact, values=values))
     return rows
 
 
-def config_facts(record: RunRecord) -> dict[str, str]:
+def config_facts(record: RunRecord) -> dict[Fact, str]:
     """Every key of the config but run_dir, which always differs."""
-    return {key: _plain(value) for key, value in flatten(record.config) if key != "run_dir"}
+    return {Fact(property_name=key): _plain(value) for key, value in flatten(record.config) if key != "run_dir"}
 
 
-def data_facts(record: RunRecord) -> dict[str, str]:
+def data_facts(record: RunRecord) -> dict[Fact, str]:
     """Rows and labels of the splits, and what the features are."""
     data = record.dataset
     if data is None:
         return {}
     facts = {}
     for name, split in data.splits.items():
-        facts[f"{name} rows"] = f"{split.num_rows:,}"
+        facts[Fact(kind="split", subject=name, property_name="rows")] = f"{split.num_rows:,}"
         positives = split.num_positives
-        facts[f"{name} positives"] = f"{positives:,.6g}" if positives % 1 else count(positives)
-    facts["labels"] = ", ".join(data.labels)
+        shown = f"{positives:,.6g}" if positives % 1 else count(positives)
+        facts[Fact(kind="split", subject=name, property_name="positives")] = shown
+    facts[LABELS] = ", ".join(data.labels)
     for role in ("weight", "group", "time"):
-        facts[role] = _plain(getattr(data, role))
-    facts["dense features"] = str(len(data.dense))
+        facts[Fact(property_name=role)] = _plain(getattr(data, role))
+    facts[Fact(property_name="dense features")] = str(len(data.dense))
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
-    facts["standardisation of dense features"] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
-    facts["sparse features"] = str(len(data.sparse))
+    facts[Fact(property_name="standardisation of dense features")] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
+    facts[Fact(property_name="sparse features")] = str(len(data.sparse))
     values = repr([(s.name, s.hash_seed, s.vocabulary_digest, s.boundaries, s.made_of) for s in data.sparse])
-    facts["encoding of sparse features"] = f"digest {sha256(values.encode()).hexdigest()[:8]}"
+    facts[Fact(property_name="encoding of sparse features")] = f"digest {sha256(values.encode()).hexdigest()[:8]}"
     for sparse in data.sparse:
         kind = " weighted" * sparse.weighted + " lists" * sparse.multi_valued
-        facts[f"sparse {sparse.name}"] = f"{sparse.num_embeddings:,} rows, {sparse.encoding}{kind}"
+        shown = f"{sparse.num_embeddings:,} rows, {sparse.encoding}{kind}"
+        facts[Fact(kind="sparse", subject=sparse.name)] = shown
     return facts
 
 
-def split_facts(record: RunRecord, split: str) -> dict[str, str]:
+def split_facts(record: RunRecord, split: str) -> dict[Fact, str]:
     """What says whether two evaluations of a split were of the same rows."""
     facts = data_facts(record).items()
-    return {name: value for name, value in facts if name.startswith(f"{split} ") or name == "labels"}
+    return {fact: value for fact, value in facts if (fact.kind, fact.subject) == ("split", split) or fact == LABELS}
 
 
-def plan_facts(record: RunRecord) -> dict[str, str]:
+def plan_facts(record: RunRecord) -> dict[Fact, str]:
     """Ranks, and where each table lies."""
     plan = record.plan
     if plan is None:
         return {}
-    facts = {"ranks": str(plan.num_ranks)}
+    facts = {Fact(property_name="ranks"): str(plan.num_ranks)}
     for entry in plan.tables:
         ranks = sorted({rank for shard in entry.shards for rank in shard.ranks})
-        facts[f"table {entry.table}"] = f"{entry.sharding} on {', '.join(map(str, ranks))}"
+        facts[Fact(kind="table", subject=entry.table)] = f"{entry.sharding} on {', '.join(map(str, ranks))}"
     return facts
 
 
-def environment_facts(record: RunRecord) -> dict[str, str]:
+def environment_facts(record: RunRecord) -> dict[Fact, str]:
     """Machine, versions, commit; the plan has the number of ranks."""
     environment = record.environment.to_dict() if record.environment else {}
-    return {key: _plain(value) for key, value in flatten(environment) if key != "num_ranks"}
+    return {Fact(property_name=key): _plain(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
 def grouped(rows: Sequence[FactDifference]) -> list[FactDifference]:
     """Features or tables with the same values in one row, so that 26 tables cut alike are one line."""
-    names: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    subjects: dict[tuple[Fact, tuple[str, ...]], list[str]] = {}
     for row in rows:
-        kind, _, name = row.name.partition(" ")
-        whole = kind not in ("table", "sparse")
-        names.setdefault((row.name if whole else kind, row.values), []).append("" if whole else name)
+        fact = replace(row.fact, subject="") if row.fact.is_grouped else row.fact
+        subjects.setdefault((fact, row.values), []).append(row.fact.subject)
     return [
-        FactDifference(name=f"{kind} {_listed(found)}".rstrip(), values=values)
-        for (kind, values), found in names.items()
+        FactDifference(fact=replace(fact, subject=_listed(names)), values=values)
+        for (fact, values), names in subjects.items()
     ]
 
 
