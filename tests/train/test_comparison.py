@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.report.comparison import compare_runs, speed_ratio
+from meseta.report.comparison import EvaluationPart, compare_runs, speed_ratio
 from meseta.report.comparison_page import write_comparison
 from meseta.report.differences import Fact, FactDifference, grouped
 from meseta.spec import MesetaError
@@ -123,13 +123,32 @@ def test_labels_and_segments_are_compared_too(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "first", test=parts(0.7, 3)), make_run(tmp_path / "second", test=parts(0.8, 4))]
     comparison = compare_runs(runs)
     segments = ["city 3, click", "city 3, buy", "city others", "city 4, click", "city 4, buy"]
-    assert comparison.parts == ["label click", "label buy", *segments]
+    click = EvaluationPart("label", "click")
+    assert [part.text for part in comparison.parts] == ["label click", "label buy", *segments]
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
-    assert comparison.difference(auc, comparison.runs[1], "label click") == pytest.approx(0.1)
-    assert comparison.difference(auc, comparison.runs[1], "city 4, click") is None  # the first run does not have it
+    assert comparison.difference(auc, comparison.runs[1], click) == pytest.approx(0.1)
+    absent = EvaluationPart("segment", "city 4, click")
+    assert comparison.difference(auc, comparison.runs[1], absent) is None  # the first run does not have it
     assert comparison.to_dict()["runs"][1]["parts"]["city 4, buy"]["auc"] == 0.6
     page = write_comparison(comparison, tmp_path / "page.html").read_text()
     assert "By label" in page and "By segment" in page and "city others" in page
+
+
+def test_a_segment_of_a_feature_that_is_called_label_is_no_label(tmp_path: Path) -> None:
+    tasks = {"1, click": {"auc": 0.75}, "buy": {"auc": 0.6}}
+    segments = {"label": [{"value": 1, "auc": 0.5, "tasks": {"click": {"auc": 0.55}, "buy": {"auc": 0.65}}}]}
+    comparison = compare_runs([make_run(tmp_path / "run", test={"tasks": tasks, "segments": segments})])
+    auc = next(metric for metric in comparison.metrics if metric.key == "auc")
+    [run] = comparison.runs
+    values = {part: comparison.value(auc, run, part) for part in comparison.parts}
+    assert values == {
+        EvaluationPart("label", "1, click"): 0.75,
+        EvaluationPart("label", "buy"): 0.6,
+        EvaluationPart("segment", "label 1, click"): 0.55,
+        EvaluationPart("segment", "label 1, buy"): 0.65,
+    }
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert page.index("By label") < page.index("label buy") < page.index("By segment") < page.index("label 1, buy")
 
 
 def test_only_what_differs_is_listed(tmp_path: Path) -> None:

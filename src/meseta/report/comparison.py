@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from meseta.checkpoint import list_checkpoints
 from meseta.config.load import checkpoints_of_run
@@ -29,8 +29,21 @@ from meseta.telemetry.lines import Figures
 from meseta.telemetry.shown import drawable, fixed
 from meseta.telemetry.splits import EVALUATED, TEST, VALID, choosing_split
 
-WHOLE = ""
-"""The part of an evaluation that is all of it."""
+
+class EvaluationPart(NamedTuple):
+    """Samples and labels of an evaluation that metrics are computed on."""
+
+    kind: Literal["all", "label", "segment"]
+    name: str = ""
+    """Name of the label, or feature and value of the segment with the label if there are several."""
+
+    @property
+    def text(self) -> str:
+        """The part as a person reads it, and its key in JSON."""
+        return f"label {self.name}" if self.kind == "label" else self.name
+
+
+WHOLE = EvaluationPart("all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +76,18 @@ class ComparedRun:
         return choosing_split({line.split for line in self.record.evals})
 
     @property
-    def parts(self) -> dict[str, Figures]:
-        """The figures of the last evaluation: WHOLE, and "label NAME" and "FEATURE VALUE" where it has those."""
+    def parts(self) -> dict[EvaluationPart, Figures]:
+        """The figures of the last evaluation: of WHOLE, and of its labels and segments where it has those."""
         line = self.head.evaluation
         if line is None:
             return {}
-        parts: dict[str, Figures] = {WHOLE: line, **{f"label {name}": figures for name, figures in line.tasks.items()}}
+        parts: dict[EvaluationPart, Figures] = {WHOLE: line}
+        parts |= {EvaluationPart("label", name): figures for name, figures in line.tasks.items()}
         for feature, segments in line.segments.items():
             for segment in segments:
-                value = "others" if segment.value is None else str(segment.value)
-                parts |= {f"{feature} {value}, {task}": figures for task, figures in segment.tasks.items()} or {
-                    f"{feature} {value}": segment
-                }
+                name = f"{feature} {'others' if segment.value is None else segment.value}"
+                tasks = {f"{name}, {task}": figures for task, figures in segment.tasks.items()} or {name: segment}
+                parts |= {EvaluationPart("segment", text): figures for text, figures in tasks.items()}
         return parts
 
     @property
@@ -103,15 +116,15 @@ class Comparison:
     """What a reader must know before believing a difference."""
 
     @property
-    def parts(self) -> list[str]:
+    def parts(self) -> list[EvaluationPart]:
         """All parts that at least one run was evaluated on, WHOLE apart."""
         return [part for part in dict.fromkeys(part for run in self.runs for part in run.parts) if part != WHOLE]
 
-    def value(self, metric: Metric, run: ComparedRun, part: str = WHOLE) -> float | None:
+    def value(self, metric: Metric, run: ComparedRun, part: EvaluationPart = WHOLE) -> float | None:
         """A metric of a run's last evaluation, or of a part of it."""
         return metric.of(run.parts.get(part))
 
-    def difference(self, metric: Metric, run: ComparedRun, part: str = WHOLE) -> float | None:
+    def difference(self, metric: Metric, run: ComparedRun, part: EvaluationPart = WHOLE) -> float | None:
         """`value` less that of the first run; None where one is missing."""
         mine, first = self.value(metric, run, part), self.value(metric, self.runs[0], part)
         return None if mine is None or first is None else mine - first
@@ -120,7 +133,7 @@ class Comparison:
         """Whether a run was evaluated on the same rows as the first one, as far as is known."""
         return not differences([self.runs[0].record, run.record], partial(split_facts, split=self.split))
 
-    def best(self, metric: Metric, part: str = WHOLE) -> float | None:
+    def best(self, metric: Metric, part: EvaluationPart = WHOLE) -> float | None:
         """The best value among runs that were evaluated on the same rows as the first; None where all have the same."""
         values = [
             v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run, part)) is not None
@@ -144,7 +157,9 @@ class Comparison:
                 "metrics": {m.key: self.value(m, run) for m in self.metrics},
                 "differences": {m.key: self.difference(m, run) for m in self.metrics},
                 "parts": {
-                    part: {m.key: self.value(m, run, part) for m in self.metrics} for part in run.parts if part != WHOLE
+                    part.text: {m.key: self.value(m, run, part) for m in self.metrics}
+                    for part in run.parts
+                    if part != WHOLE
                 },
                 "checkpoint": vars(run.saved) if run.saved else None,
             }

@@ -9,7 +9,7 @@ from meseta.machine.files import write_whole
 from meseta.report.charts.chart import Series, line_chart, row_bars
 from meseta.report.charts.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
 from meseta.report.charts.markup import table, tag, text
-from meseta.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
+from meseta.report.comparison import WHOLE, ComparedRun, Comparison, EvaluationPart, speed_ratio
 from meseta.report.differences import FactDifference, grouped
 from meseta.report.document import document
 from meseta.report.stages import ordered, stage_colour
@@ -95,8 +95,8 @@ def _metrics(comparison: Comparison) -> str:
         f"Differences are to {runs[0].label}; the best value of a column is bold. "
         "Log loss and NE are better when lower, calibration when nearer to 1, the others when higher."
     )
-    labels = [part for part in comparison.parts if part.startswith("label ")]
-    segments = [part for part in comparison.parts if part not in labels]
+    labels = [part for part in comparison.parts if part.kind == "label"]
+    segments = [part for part in comparison.parts if part.kind == "segment"]
     shown = _table(comparison, [WHOLE]) + tag("p", text(note), class_="note")
     if labels:
         shown += tag("h3", "By label") + _table(comparison, labels)
@@ -105,7 +105,7 @@ def _metrics(comparison: Comparison) -> str:
     return shown
 
 
-def _table(comparison: Comparison, parts: Sequence[str]) -> str:
+def _table(comparison: Comparison, parts: Sequence[EvaluationPart]) -> str:
     """One row per part and run."""
     header = ["", "run", "step", *(text(m.name) + tag("span", class_="delta") for m in comparison.metrics)]
     rows = []
@@ -114,13 +114,13 @@ def _table(comparison: Comparison, parts: Sequence[str]) -> str:
         for i, run in held:
             step = count(run.head.evaluation.step if run.head.evaluation else None)
             values = [_metric(comparison, metric, run, part) for metric in comparison.metrics]
-            rows.append([text(part) if i == held[0][0] else "", _swatch(i, run.label), step, *values])
+            rows.append([text(part.text) if i == held[0][0] else "", _swatch(i, run.label), step, *values])
     if parts == [WHOLE]:
         header, rows = header[1:], [row[1:] for row in rows]
     return table(header, rows, set(range(len(header) - len(comparison.metrics) - 1, len(header))), "compact")
 
 
-def _metric(comparison: Comparison, metric: Metric, run: ComparedRun, part: str) -> str:
+def _metric(comparison: Comparison, metric: Metric, run: ComparedRun, part: EvaluationPart) -> str:
     """The value, bold where it is the best, and its difference to the first run."""
     value = comparison.value(metric, run, part)
     if value is None:
