@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -90,7 +90,7 @@ def sweep(
 
 def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> Result:
     """Run a trial that is not finished, and say in one line how it went."""
-    from meseta.train.sweep.sweep import Result, shown
+    from meseta.train.sweep.sweep import Result, metric_column, shown
 
     head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
     summary, problem, kept = trial.summary(), "", "  (kept)"
@@ -104,7 +104,7 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
             summary, problem = None, f"failed with exit code {code}: {last_words(plan.log(trial))}"
     result = Result(trial, summary, problem)
     if signals.number is None:
-        figure = f"{metric} {shown('ne', result.figure(metric)) or 'undefined'}"
+        figure = f"{metric} {shown(metric_column(metric), result.figure(metric)) or 'undefined'}"
         print(f"{head}  {problem or figure}{kept}", flush=True)
     return result
 
@@ -144,17 +144,17 @@ def _print(ranked: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.sweep.sweep import rows, shown
+    from meseta.train.sweep.sweep import PROBLEM, rows, shown
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge to break lines at
     cells = rows(ranked)
-    names = [name for name in cells[0] if name != "problem" or any(row["problem"] for row in cells)]
+    columns = [column for column in cells[0] if column != PROBLEM or any(row[PROBLEM] for row in cells)]
     table = Table(box=None, pad_edge=False)
-    for name in names:
-        is_text = name in ("trial", "problem")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "problem")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.kind == "text" else "right"
+        table.add_column(column.name, justify=justify, no_wrap=column != PROBLEM)
     for row in cells:
-        table.add_row(*(shown(name, row[name]) for name in names))
+        table.add_row(*(shown(column, row[column]) for column in columns))
     console.print(table)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -279,6 +279,23 @@ _FIGURES = ("ne", "auc", "logloss")
 
 
 @dataclass(frozen=True)
+class TrialColumn:
+    """Column of the tables of a sweep."""
+
+    name: str
+    """Heading."""
+    kind: Literal["text", "metric", "speed", "value"] = "value"
+
+
+PROBLEM = TrialColumn("problem", "text")
+
+
+def metric_column(metric: str, split: str | None = None) -> TrialColumn:
+    """Return the column of a metric of `split`, or of the split that trials are ranked by."""
+    return TrialColumn(metric if split is None else f"{split} {metric}", "metric")
+
+
+@dataclass(frozen=True)
 class Result:
     """A trial and what became of it."""
 
@@ -298,15 +315,15 @@ class Result:
         line = self.summary and self.summary.evaluation(split or self.split)
         return line.figure(name) if line else None
 
-    def cells(self) -> dict[str, Any]:
+    def cells(self) -> dict[TrialColumn, Any]:
         """What tables show, by column; None for what is not there."""
         return {
-            "trial": self.trial.run_dir.name,
-            **self.trial.settings,
-            **{name: self.figure(name) for name in _FIGURES},
-            "steps": self.summary and self.summary.num_steps,
-            "samples_per_s": self.summary and self.summary.samples_per_s,
-            "problem": self.problem,
+            TrialColumn("trial", "text"): self.trial.run_dir.name,
+            **{TrialColumn(key): value for key, value in self.trial.settings.items()},
+            **{metric_column(name): self.figure(name) for name in _FIGURES},
+            TrialColumn("steps"): self.summary and self.summary.num_steps,
+            TrialColumn("samples_per_s", "speed"): self.summary and self.summary.samples_per_s,
+            PROBLEM: self.problem,
         }
 
 
@@ -322,37 +339,38 @@ def rank(results: Sequence[Result], metric: str) -> list[Result]:
     return sorted(results, key=key)
 
 
-def rows(ranked: Sequence[Result]) -> list[dict[str, Any]]:
+def rows(ranked: Sequence[Result]) -> list[dict[TrialColumn, Any]]:
     """The lines of a table, by column; where trials are ranked by valid, with the test figures of the first alone."""
     lines = []
     for place, result in enumerate(ranked, start=1):
-        line = {"rank": place, **result.cells()}
+        line = {TrialColumn("rank"): place, **result.cells()}
         if any(other.split == VALID for other in ranked):
-            line |= {f"{TEST} {name}": result.figure(name, TEST) if place == 1 else None for name in _FIGURES}
-        lines.append({**line, "problem": line.pop("problem")})
+            figures = {name: result.figure(name, TEST) if place == 1 else None for name in _FIGURES}
+            line |= {metric_column(name, TEST): figure for name, figure in figures.items()}
+        lines.append(line)
     return lines
 
 
-def shown(name: str, value: Any) -> str:
+def shown(column: TrialColumn, value: Any) -> str:
     """A cell as people read it."""
     if value is None:
         return ""
-    if name.removeprefix(f"{TEST} ") in _FIGURES:
+    if column.kind == "metric":
         return f"{value:.5f}"
-    return f"{value:,.0f}" if name == "samples_per_s" else str(value)
+    return f"{value:,.0f}" if column.kind == "speed" else str(value)
 
 
 def write_tables(sweep: Sweep, ranked: Sequence[Result]) -> None:
     """sweep.csv with all digits and sweep.md for people, the best trial first, each whole or not at all."""
     cells = rows(ranked)
-    names = list(cells[0])
+    names = [column.name for column in cells[0]]
     table = io.StringIO()
-    writer = csv.DictWriter(table, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(cells)
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(row.values() for row in cells)
     write_whole(sweep.out / "sweep.csv", table.getvalue())
     lines = [names, ["---"] * len(names)]
-    lines += [[shown(name, value).replace("|", "\\|") for name, value in row.items()] for row in cells]
+    lines += [[shown(column, value).replace("|", "\\|") for column, value in row.items()] for row in cells]
     write_whole(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
