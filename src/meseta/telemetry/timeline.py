@@ -26,8 +26,12 @@ from meseta.telemetry.transfers import TransferSpan
 
 TIMELINE_NAME = "timeline.json"
 STEP, BETWEEN_STEPS, IN_NO_STAGE, WAITING = "step", "between steps", "in no stage", "waiting"
-COPIES = "copies under way"
+UNDER_WAY = " under way"
+"""Part of the names of tracks of transfers and copies."""
+COPIES = f"copies{UNDER_WAY}"
 """Of batches to a GPU, on a stream of their own, where one is after the other."""
+HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
+"""Keys of `Slice.figures` of transfers and copies."""
 MOST_STEPS = 100
 """Of a timeline: some thousand slices a step on eight ranks."""
 NUM_STEPS, WARM_UP = 10, 10
@@ -158,7 +162,7 @@ def rank_tracks(
         *(Track(rank, name, "stage", tuple(slices)) for name, slices in by_name.items()),
     ]
     copied = [
-        Slice("copy", ns(one.begin_s), ns(one.end_s), first + one.step + 1, {"bytes to the device": one.num_bytes})
+        Slice("copy", ns(one.begin_s), ns(one.end_s), first + one.step + 1, {DEVICE_BYTES: one.num_bytes})
         for one in copies
     ]
     tracks.append(Track(rank, COPIES, "transfer", tuple(copied)))
@@ -166,8 +170,8 @@ def rank_tracks(
     for one in sorted(transfers, key=lambda one: one.begin_s):
         slices = of_transfers.setdefault(one.name, [])
         figures = {
-            "bytes to its host": one.inside_bytes,
-            "bytes to other hosts": one.across_bytes,
+            HOST_BYTES: one.inside_bytes,
+            OTHER_HOSTS_BYTES: one.across_bytes,
             "other ranks": one.num_peers,
             "ms waited for": round(1e3 * one.waited_s, 6),
         }
@@ -180,7 +184,7 @@ def rank_tracks(
     listed = [*(name for name in OF_TABLES if name in of_transfers), *of_transfers]
     for name in dict.fromkeys(listed):
         for index, apart in enumerate(_apart(of_transfers[name])):
-            shown = f"{name} under way" + f" ({index + 1})" * (index > 0)
+            shown = f"{name}{UNDER_WAY}" + f" ({index + 1})" * (index > 0)
             tracks.append(Track(rank, shown, "transfer", tuple(apart)))
     return [track for track in tracks if track.slices]
 

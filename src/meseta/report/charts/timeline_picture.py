@@ -10,7 +10,18 @@ from meseta.report.charts.axis import Axis, make_axis
 from meseta.report.charts.markup import label, number, picture, tag, text
 from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.shown import byte_size, count, plural
-from meseta.telemetry.timeline import IN_NO_STAGE, TIMELINE_NAME, WAITING, Slice, Timeline, Track
+from meseta.telemetry.timeline import (
+    DEVICE_BYTES,
+    HOST_BYTES,
+    IN_NO_STAGE,
+    OTHER_HOSTS_BYTES,
+    TIMELINE_NAME,
+    UNDER_WAY,
+    WAITING,
+    Slice,
+    Timeline,
+    Track,
+)
 
 MAX_RANKS, MAX_ROWS = 4, 40
 """Ranks that are drawn, and transfers of each; the file has all."""
@@ -19,6 +30,9 @@ STAGE_HEIGHT, ROW_HEIGHT, GAP = 20.0, 12.0, 14.0
 CHARACTER_WIDTH = 6.2
 NARROWEST = 0.5
 """What is narrower, in pixels, is drawn where there is room for it."""
+
+RECEIVERS = {HOST_BYTES: "to its host", OTHER_HOSTS_BYTES: "to other hosts", DEVICE_BYTES: "to the device"}
+"""Key of `Slice.figures` -> receiver of these bytes, as the tooltip names it."""
 
 
 class _Box(NamedTuple):
@@ -60,7 +74,7 @@ def _step_picture(timeline: Timeline, step: Slice) -> str:
         y += STAGE_HEIGHT + 3
         tracks = [track for track in timeline.of(rank, "transfer") if any(_in(step, one) for one in track.slices)]
         for track in tracks[:MAX_ROWS]:
-            marks.append(label(LEFT - 8, y + 9, track.name.replace(" under way", ""), "tick", "end"))
+            marks.append(label(LEFT - 8, y + 9, track.name.replace(UNDER_WAY, ""), "tick", "end"))
             marks += _drawn(axis, step, _transfer_boxes(track, y))
             y += ROW_HEIGHT
         y += GAP
@@ -95,9 +109,9 @@ def _transfer_boxes(track: Track, y: float) -> Iterator[_Box]:
             yield _Box(one, y + 1, ROW_HEIGHT - 4, "waiting", f"{track.name}, waited for")
             continue
         sizes = [
-            f"{byte_size(one.figures[name])} {name.removeprefix('bytes ')}"
-            for name in ("bytes to its host", "bytes to other hosts", "bytes to the device")
-            if one.figures.get(name, 0.0) > 0
+            f"{byte_size(one.figures[key])} {receiver}"
+            for key, receiver in RECEIVERS.items()
+            if one.figures.get(key, 0.0) > 0
         ]
         yield _Box(one, y + 2, ROW_HEIGHT - 6, "under-way", ", ".join((track.name, *sizes)))
 
