@@ -508,6 +508,8 @@ def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:
         ["all", "0.50", "1.00", "1.50", "0.25", "2.50", "5.75"],
     ]
     assert table.count("<rect") == 4 * 5 and "transform: 6 ms" in table
+    heads = re.findall(r"</span>([a-z ]+)</th>", table)
+    assert heads == ["storage", "decode", "transform", "wire", "no lease"]
 
 
 def wait(**seconds: float) -> dict[str, float]:

@@ -20,6 +20,14 @@ COLOURS = {
     "no_lease_s": "stage-data",
 }
 """Of each cause, as it is called in metrics.jsonl."""
+CAUSE_TEXTS = {
+    "storage_s": "storage",
+    "decode_s": "decode",
+    "transform_s": "transform",
+    "wire_s": "wire",
+    "no_lease_s": "no lease",
+}
+"""Field of `RowWait` -> name of the cause in the report."""
 
 
 def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], spans: list[tuple[float, float]]) -> str:
@@ -33,14 +41,15 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
         return ""
     by_group = [sum((_mean(group, reader) for reader in readers), RowWait()) for group in groups]
     layers = [
-        (_name(cause), colour, [1e3 * getattr(wait, cause) for wait in by_group]) for cause, colour in COLOURS.items()
+        (CAUSE_TEXTS[cause], colour, [1e3 * getattr(wait, cause) for wait in by_group])
+        for cause, colour in COLOURS.items()
     ]
     means = {reader: _mean(lines, reader) for reader in readers}
     rows = [[text(reader.partition("://")[2] or reader), *_cells(mean)] for reader, mean in means.items()]
     rows.append([tag("b", "all"), *_cells(sum(means.values(), RowWait()))])
     heads = [
         "reader",
-        *(tag("span", class_=f"swatch {colour}") + _name(cause) for cause, colour in COLOURS.items()),
+        *(tag("span", class_=f"swatch {colour}") + CAUSE_TEXTS[cause] for cause, colour in COLOURS.items()),
         "all",
     ]
     intro = (
@@ -54,10 +63,6 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
         + (chart and tag("div", tag("div", chart), class_="wide-narrow"))
         + table(heads, rows, set(range(1, len(heads))), "compact")
     )
-
-
-def _name(cause: str) -> str:
-    return cause.removesuffix("_s").replace("_", " ")
 
 
 def _mean(lines: Sequence[TrainLine], reader: str) -> RowWait:
