@@ -410,17 +410,16 @@ class _Step:
     def forward_of_dense(self) -> list[Transfer]:
         """Parameters of modules that are cut over a host, and moments of batch norm."""
         gathers = [_alike("parameters", self.num_parts * n, self.num_parts, "host gather") for n in self.cut_bytes]
-        widths = self.dense.norm_widths
+        return [*gathers, *self.batch_norms()]
+
+    def batch_norms(self) -> list[Transfer]:
+        """Moments of each layer of batch norm."""
         size = self.num_parts * MOMENTS * COUNT_BYTES
-        return [*gathers, *(_alike("batch norm", size * width, self.num_parts, "gather") for width in widths)]
+        return [_alike("batch norm", size * width, self.num_parts, "gather") for width in self.dense.norm_widths]
 
     def backward_of_dense(self) -> list[Transfer]:
         """The same backwards, and gradients of what is cut."""
-        found = [
-            replace(own, name=GRADIENTS_OF[own.name])
-            for own in reversed(self.forward_of_dense())
-            if own.name == "batch norm"
-        ]
+        found = [replace(own, name=GRADIENTS_OF[own.name]) for own in reversed(self.batch_norms())]
         for size in reversed(self.cut_bytes):
             found += [
                 _alike("parameters", self.num_parts * size, self.num_parts, "host gather"),

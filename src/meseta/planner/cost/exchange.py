@@ -127,8 +127,8 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
     if each in _OF_PIECES:
         found: Floats = getattr(load, _OF_PIECES[each])
         return found
-    if each in _OF_HOSTS:
-        return counts_of(_OF_HOSTS[each], load, cut, num_ranks) / np.maximum(cut.host_columns, 1)
+    if each in OF_HOSTS:
+        return counts_of(OF_HOSTS[each], load, cut, num_ranks) / np.maximum(cut.host_columns, 1)
     if each in ("route", "row route"):
         return num_ranks * (load.shards if each == "route" else load.row_shards)
     if each == "padded replica number":
@@ -152,7 +152,7 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
 
 
 _OF_PIECES: dict[Each, str] = {"bag": "lengths", "id": "ids", "weight": "weights"}
-_OF_HOSTS: dict[Each, Each] = {
+OF_HOSTS: dict[Each, Each] = {
     "host bag": "bag", "host id": "id", "host weight": "weight", "host route": "route", "host row route": "row route",
 }  # fmt: skip
 """What all pieces of a host that hold columns of the same rows have once."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from meseta.planner.cost.exchange import (
     NOT_CUT,
+    OF_HOSTS,
     OF_REPLICAS,
     PAIRS,
     bytes_of,
@@ -83,7 +84,7 @@ class Cuts:
 
     def least_share(self, each: Each) -> Floats | float:
         """What a piece has at least of the host's, over what `host_parts` and `host_columns` say."""
-        if each.startswith("host ") and self.most_columns is not None:
+        if each in OF_HOSTS and self.most_columns is not None:
             return np.asarray(self.host_columns, np.float64) / self.most_columns
         if each == "whole bag number" and self.most_parts is not None:
             return np.asarray(self.host_parts, np.float64) / np.maximum(self.most_parts, 1)
