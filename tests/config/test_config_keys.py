@@ -59,6 +59,8 @@ def test_every_config_key_is_listed() -> None:
 def test_a_key_as_it_is_shown() -> None:
     shown = {key.path: (key.kind, key.default) for key in all_keys()}
     assert shown["run_dir"] == ("path", "must be given")
+    required = {"run_dir", "dense.init.<feature>.scale", "checkpoint.tables.<feature>.bits"}
+    assert {key.path for key in all_keys() if key.is_required} == required
     assert shown["seed"] == ("integer ≥\xa00, <\xa02^63", "`0`")
     assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01, ≤\xa01,048,576", "`[512, 256, 64]`")
     assert shown["dense.dtype"] == ("`float32` or `bfloat16` or `auto`", "`float32`")

@@ -50,8 +50,9 @@ def _print(keys: list[Key]) -> None:
 
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     for key in keys:
-        given = key.default == "must be given" or not key.default
-        default = plain(key.default) if given else f"default {plain(key.default)}"
+        default = plain(key.default)
+        if default and not key.is_required:
+            default = f"default {default}"
         facts = "; ".join(filter(None, (plain(key.kind), default)))
         typer.echo(f"{typer.style(key.path, bold=True)}: {facts}")
         typer.echo(textwrap.fill(key.text, width, initial_indent="    ", subsequent_indent="    ") + "\n")

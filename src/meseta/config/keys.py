@@ -39,6 +39,8 @@ class Key:
     """As Markdown."""
     text: str
     """What it means."""
+    is_required: bool = False
+    """Whether a config has to give it."""
 
 
 def all_keys() -> list[Key]:
@@ -118,7 +120,8 @@ def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], .
         if get_origin(field.annotation) is tuple:
             yield from _walk(inner, f"{path}.<number>", (*above, section))
         elif any(issubclass(inner, one) for one in above):
-            yield Key(path=path, kind="section", default=_default(field), text=f"{field.description} Keys as above.")
+            key = key_of(section, name, path)
+            yield replace(key, text=f"{key.text} Keys as above.")
         else:
             named = get_origin(field.annotation) is dict
             seen = (*above, *(c for c in (_section_of(f.annotation) for f in section.model_fields.values()) if c))
@@ -131,7 +134,8 @@ def key_of(section: type[BaseModel], name: str, path: str) -> Key:
     text = field.description or _texts_beside(section).get(name, inspect.cleandoc(section.__doc__ or ""))
     is_section = _section_of(field.annotation) and get_origin(field.annotation) is not tuple
     kind = "section" if is_section else _kind(field.annotation, [*field.metadata])
-    return Key(path=path, kind=kind, default=_default(field), text=" ".join(text.split()))
+    text = " ".join(text.split())
+    return Key(path=path, kind=kind, default=_default(field), text=text, is_required=field.is_required())
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
