@@ -16,6 +16,8 @@ from meseta.config import ModelConfig, RunConfig, check_document
 from meseta.config.example import example
 from meseta.config.keys import all_keys, find_keys
 from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
+from meseta.config.run import DenseOptimizerName
+from meseta.config.schedule import ScheduleConfig
 from meseta.models.base import term_names
 from meseta.models.factory import make_model
 from meseta.spec import MesetaError
@@ -65,6 +67,35 @@ def test_a_key_as_it_is_shown() -> None:
     assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01, ≤\xa01,048,576", "`[512, 256, 64]`")
     assert shown["dense.dtype"] == ("`float32` or `bfloat16` or `auto`", "`float32`")
     assert shown["train.max_steps"][1] == "none"
+
+
+@pytest.mark.parametrize(
+    ("path", "used_by", "not_used_by", "beginning"),
+    [
+        ("train.batch_size", (), (), "Samples of a global batch"),
+        ("schedule.power", ("polynomial",), ("constant", "cosine", "step", "plateau"), "polynomial: exponent of"),
+        ("schedule.step_factor", ("step", "plateau"), ("constant", "polynomial", "cosine"), "step, plateau: what the"),
+        ("dense.optimizer.beta1", ("adam", "adamw", "lamb"), ("sgd", "adagrad"), "adam, adamw, lamb: decay of"),
+        ("dense.optimizer.eps", ("adagrad", "adam", "adamw", "lamb"), ("sgd",), "All but sgd: added to the root"),
+        ("model.options", ("your own",), MODEL_NAMES, "your own: keyword arguments"),
+    ],
+)
+def test_a_key_names_what_uses_it(
+    path: str, used_by: tuple[str, ...], not_used_by: tuple[str, ...], beginning: str
+) -> None:
+    [key] = find_keys(path)
+    assert (key.used_by, key.not_used_by) == (used_by, not_used_by) and key.full_text.startswith(beginning)
+
+
+def test_keys_are_used_by_values_that_exist() -> None:
+    dense = set(get_args(DenseOptimizerName))
+    kinds = set(get_args(ScheduleConfig.model_fields["kind"].annotation))
+    choices = {"dense.optimizer": dense, "model": {*MODEL_NAMES, "your own"}}
+    choices |= dict.fromkeys(("schedule", "embedding.schedule", "dense.schedule"), kinds)
+    for key in all_keys():
+        if key.used_by:
+            values = next(choices[section] for section in choices if key.path.startswith(f"{section}."))
+            assert {*key.used_by, *key.not_used_by} == values and not {*key.used_by} & {*key.not_used_by}, key.path
 
 
 @pytest.mark.parametrize(

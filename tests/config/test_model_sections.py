@@ -76,7 +76,7 @@ def test_what_a_model_lacks_is_refused_with_its_nearest_key(model: Any, message:
 def test_a_key_is_listed_by_the_models_that_have_it() -> None:
     from meseta.config.keys import find_keys
 
-    of = {key.path: key.text.partition(":")[0] for key in find_keys("model")}
+    of = {key.path: key.full_text.partition(":")[0] for key in find_keys("model")}
     assert of["model.cin_layers"] == "xdeepfm" and of["model.bottom_mlp"] == "dlrm, dlrm_dcnv2"
     assert of["model.embedding_dim"] == "All but logistic_regression" and of["model.options"] == "your own"
     [named] = find_keys("model.name")

@@ -55,4 +55,4 @@ def _print(keys: list[Key]) -> None:
             default = f"default {default}"
         facts = "; ".join(filter(None, (plain(key.kind), default)))
         typer.echo(f"{typer.style(key.path, bold=True)}: {facts}")
-        typer.echo(textwrap.fill(key.text, width, initial_indent="    ", subsequent_indent="    ") + "\n")
+        typer.echo(textwrap.fill(key.full_text, width, initial_indent="    ", subsequent_indent="    ") + "\n")

@@ -17,6 +17,7 @@ from meseta.spec.tables import InitKind, Pooling, TableDtype
 class RowOptimizerConfig(Section):
     """See meseta.OptimizerSpec for the meaning of the constants."""
 
+    keys_described_by = OptimizerSpec
     name: str = "rowwise_adagrad"
     lr: float = 0.01
     eps: float = 1e-8
@@ -47,6 +48,7 @@ class RowOptimizerConfig(Section):
 class InitConfig(Section):
     """See meseta.InitSpec."""
 
+    keys_described_by = InitSpec
     kind: InitKind = "uniform"
     scale: float | None = None
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from meseta.config.embedding import RowOptimizerConfig
 from meseta.config.keys import Key, key_of, plain
 from meseta.config.models import MODEL_NAMES
 from meseta.config.run import RunConfig
+from meseta.config.section import Section
 from meseta.spec import MesetaError, nearest
 from meseta.spec.optimizer import USED_FIELDS
 
 _WIDTH = 110
-_FOR_SOME = re.compile(r"^(All but )?(An own \w+|\w+(?:, \w+)*(?: and \w+)?): ")
-"""How the text of a key begins that matters to some values of the section's `name` or `kind` alone."""
 
 
 def example(name: str) -> str:
@@ -34,16 +31,15 @@ def example(name: str) -> str:
     return "\n".join([*_comment(head, 0), "", *_lines(config, 0)]) + "\n"
 
 
-def _lines(section: BaseModel, depth: int) -> Iterator[str]:
+def _lines(section: Section, depth: int) -> Iterator[str]:
     """The keys of a section that have an effect."""
     values = section.model_dump(mode="json")
     for name in type(section).model_fields:
         key, value = key_of(type(section), name, name), getattr(section, name)
         if not _matters(section, key):
             continue
-        text = _FOR_SOME.sub("", key.text, count=1)
-        text = text[:1].upper() + text[1:]
-        if isinstance(value, BaseModel):
+        text = key.text[:1].upper() + key.text[1:]
+        if isinstance(value, Section):
             yield from ["", *_comment(text, depth), f"{'  ' * depth}{name}:", *_lines(value, depth + 1)]
         else:
             kind = "" if key.kind == "section" else f" [{plain(key.kind)}]"
@@ -51,15 +47,11 @@ def _lines(section: BaseModel, depth: int) -> Iterator[str]:
             yield f"{'  ' * depth}{name}: {_yaml(values[name])}"
 
 
-def _matters(section: BaseModel, key: Key) -> bool:
-    """Whether a key has an effect beside the section's `name` or `kind`."""
+def _matters(section: Section, key: Key) -> bool:
+    """Whether a key has an effect with the section's `name` or `kind`."""
     if isinstance(section, RowOptimizerConfig):
         return key.path in ("name", *USED_FIELDS[section.name])
-    chosen = getattr(section, "name", getattr(section, "kind", None))
-    beginning = _FOR_SOME.match(key.text)
-    if chosen is None or beginning is None:
-        return True
-    return (chosen in re.split(", | and ", beginning[2])) != bool(beginning[1])
+    return not key.used_by or getattr(section, "name", getattr(section, "kind", None)) in key.used_by
 
 
 def _comment(text: str, depth: int) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import types
 from collections.abc import Iterator
@@ -15,15 +14,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meseta.config.models import ModelConfig, OwnModelConfig, model_sections
 from meseta.config.run import RunConfig
+from meseta.config.section import Section, used_by
 from meseta.spec import MesetaError
 
 _MOST_LEFT_OUT = 2
-"""Models that lack a key, where these are named in place of those that have it."""
+"""Maximum length of a list of exceptions, as in "All but dlrm and fm"."""
 LIMITS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
@@ -41,6 +40,22 @@ class Key:
     """What it means."""
     is_required: bool = False
     """Whether a config has to give it."""
+    used_by: tuple[str, ...] = ()
+    """Models, or values of its section's `name` or `kind`, for which it has an effect; empty if it always has one."""
+    not_used_by: tuple[str, ...] = ()
+    """The remaining models or values."""
+
+    @property
+    def full_text(self) -> str:
+        """What it means, after the names in `used_by`."""
+        if not self.used_by:
+            return self.text
+        users = ", ".join(self.used_by)
+        # A few exceptions among many are shorter to read than the many.
+        if len(self.not_used_by) <= _MOST_LEFT_OUT and 2 * len(self.not_used_by) < len(self.used_by):
+            users = f"All but {' and '.join(self.not_used_by)}" if self.not_used_by else "All"
+        begins_with_word = self.text[1:2].islower()
+        return f"{users}: {self.text[:1].lower() if begins_with_word else self.text[:1]}{self.text[1:]}"
 
 
 def all_keys() -> list[Key]:
@@ -88,8 +103,8 @@ def sections() -> Iterator[tuple[str, list[Key]]]:
 
 
 def _of_models(path: str) -> list[Key]:
-    """The keys of all models; what a key is where it means the same in several stands once, after their names."""
-    classes: dict[str, type[BaseModel]] = {**model_sections(), "your own": OwnModelConfig}
+    """The keys of all models; what a key is where it means the same in several stands once, with their names."""
+    classes: dict[str, type[Section]] = {**model_sections(), "your own": OwnModelConfig}
     named = key_of(ModelConfig, "name", f"{path}.name")
     told = (f"{name!r}: {key_of(section, 'name', '').text}" for name, section in model_sections().items())
     owners: dict[Key, list[str]] = {}
@@ -99,17 +114,12 @@ def _of_models(path: str) -> list[Key]:
                 owners.setdefault(key, []).append(name)
     found = [replace(named, text=" ".join([named.text, *told]))]
     for key, names in owners.items():
-        others = [name for name in classes if name not in names]
-        of = (
-            ", ".join(names) if len(others) > _MOST_LEFT_OUT else f"All but {' and '.join(others)}" if others else "All"
-        )
-        begins_with_word = key.text[1:2].islower()
-        text = f"{key.text[:1].lower()}{key.text[1:]}" if begins_with_word else key.text
-        found.append(replace(key, text=f"{of}: {text}"))
+        others = tuple(name for name in classes if name not in names)
+        found.append(replace(key, used_by=tuple(names), not_used_by=others))
     return found
 
 
-def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[Key]:
+def _walk(section: type[Section], prefix: str, above: tuple[type[Section], ...]) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}"
         inner = _section_of(field.annotation)
@@ -128,34 +138,46 @@ def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], .
             yield from _walk(inner, f"{path}.<feature>" if named else path, (*seen, section) if named else above)
 
 
-def key_of(section: type[BaseModel], name: str, path: str) -> Key:
+def key_of(section: type[Section], name: str, path: str) -> Key:
     """The key `name` of a section, called `path` in the whole."""
     field = section.model_fields[name]
     text = field.description or _texts_beside(section).get(name, inspect.cleandoc(section.__doc__ or ""))
     is_section = _section_of(field.annotation) and get_origin(field.annotation) is not tuple
     kind = "section" if is_section else _kind(field.annotation, [*field.metadata])
-    text = " ".join(text.split())
-    return Key(path=path, kind=kind, default=_default(field), text=text, is_required=field.is_required())
+    users = used_by(field)
+    return Key(
+        path=path,
+        kind=kind,
+        default=_default(field),
+        text=" ".join(text.split()),
+        is_required=field.is_required(),
+        used_by=users,
+        not_used_by=tuple(value for value in _choices(section) if value not in users) if users else (),
+    )
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def _choices(section: type[Section]) -> tuple[str, ...]:
+    """Return the values that the `name`, or else the `kind`, of a section can have."""
+    fields = section.model_fields
+    return get_args(fields["name" if "name" in fields else "kind"].annotation)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
     """The section that a field holds, directly, by name, or unless it is None."""
     for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
 
 
 @cache
-def _texts_beside(section: type[BaseModel]) -> dict[str, str]:
-    """Texts of the fields of the class that a section's docstring names: "See meseta.OptimizerSpec ..."."""
-    words = [word.strip(".,") for word in (section.__doc__ or "").split() if word.startswith("meseta.")]
-    if not words:
+def _texts_beside(section: type[Section]) -> dict[str, str]:
+    """Texts of the fields of the class that describes the keys of a section."""
+    source = section.keys_described_by
+    if source is None:
         return {}
-    package, _, name = words[0].rpartition(".")
-    source = getattr(importlib.import_module(package), name)
     tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
-    [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == source.__name__]
     texts = {}
     for statement, after in pairwise(body):
         match statement, after:
@@ -202,7 +224,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
     value = field.default
-    if isinstance(value, BaseModel):
+    if isinstance(value, Section):
         return ""
     if value is None:
         return "none"
@@ -215,7 +237,7 @@ def _default(field: FieldInfo) -> str:
 
 def _shown(value: Any) -> str:
     """One of a list."""
-    if not isinstance(value, BaseModel):
+    if not isinstance(value, Section):
         return str(value)
     keys = ", ".join(f"{name}: {_default(FieldInfo(default=one)).strip('`')}" for name, one in value)
     return f"{{{keys}}}"

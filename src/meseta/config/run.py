@@ -12,7 +12,7 @@ from meseta.config.embedding import EmbeddingConfig
 from meseta.config.models import ModelConfig
 from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
-from meseta.config.section import Count, LocalPath, Parts, Samples, Section, Url, Whole
+from meseta.config.section import Count, LocalPath, Parts, Samples, Section, Url, UsedBy, Whole, used_by
 from meseta.errors import shown
 from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
 from meseta.machine.time_limits import TimeLimits
@@ -106,21 +106,21 @@ class DenseOptimizerConfig(Section):
     """Base learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """As in torch.optim; lamb adds weight_decay * parameter to its direction, as published."""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """sgd: decay of the velocity; 0 keeps none."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """adam, adamw, lamb: decay of the first moment."""
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """adam, adamw, lamb: decay of the second moment."""
-    eps: float | None = Field(default=None, ge=0)
-    """All but sgd: added to the root in the denominator; None: 1e-8 (adagrad 1e-10, lamb 1e-6)."""
+    momentum: Annotated[float, UsedBy("sgd")] = Field(default=0.0, ge=0, lt=1)
+    """Decay of the velocity; 0 keeps none."""
+    beta1: Annotated[float, UsedBy("adam", "adamw", "lamb")] = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: Annotated[float, UsedBy("adam", "adamw", "lamb")] = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: Annotated[float | None, UsedBy("adagrad", "adam", "adamw", "lamb")] = Field(default=None, ge=0)
+    """Added to the root in the denominator; None: 1e-8 (adagrad 1e-10, lamb 1e-6)."""
 
     @model_validator(mode="after")
     def _check(self) -> DenseOptimizerConfig:
-        moments = ("beta1", "beta2", "eps")
-        used = {"sgd": ("momentum",), "adagrad": ("eps",)}.get(self.name, moments)
-        for key in ("momentum", *moments):
-            if key not in used and getattr(self, key) != type(self).model_fields[key].default:
+        fields = {key: field for key, field in type(self).model_fields.items() if used_by(field)}
+        used = [key for key, field in fields.items() if self.name in used_by(field)]
+        for key, field in fields.items():
+            if key not in used and getattr(self, key) != field.default:
                 raise ValueError(
                     f"{self.name!r} does not use {key}, which is {getattr(self, key)!r}; leave it out, or choose an "
                     f"optimizer that does (this one uses lr, weight_decay, {', '.join(used)})"
@@ -339,6 +339,7 @@ class PlannerConfig(Section):
 class CommConfig(Section):
     """See meseta.Communication for the meaning of the keys."""
 
+    keys_described_by = Communication
     precision: Precision = "fp32"
     forward: CodecName | None = None
     backward: CodecName | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from meseta.config.section import Count, Section, Whole
+from meseta.config.section import Count, Section, UsedBy, Whole
 
 
 class ScheduleConfig(Section):
@@ -22,17 +22,17 @@ class ScheduleConfig(Section):
     before it do not count."""
     decay_steps: Whole = 0
     """Length of the decay in steps; 0: until the end of training."""
-    power: float = Field(default=2.0, gt=0)
-    """polynomial: exponent of the decay."""
+    power: Annotated[float, UsedBy("polynomial")] = Field(default=2.0, gt=0)
+    """Exponent of the decay."""
     end_factor: float = Field(default=0.0, ge=0)
     """Factor at and after the end of the decay; under 'step' and 'plateau', the least factor."""
-    step_factor: float = Field(default=0.1, gt=0, lt=1)
-    """step, plateau: what the factor is multiplied by at each fall."""
-    step_every: Count | None = None
-    """step: steps between falls, counted from the start of the decay."""
-    plateau_patience: Count = 2
-    """plateau: evaluations in a row without gain, by the metric and min_delta of train.early_stopping, that make the
-    factor fall; counted anew after a fall."""
+    step_factor: Annotated[float, UsedBy("step", "plateau")] = Field(default=0.1, gt=0, lt=1)
+    """What the factor is multiplied by at each fall."""
+    step_every: Annotated[Count | None, UsedBy("step")] = None
+    """Steps between falls, counted from the start of the decay."""
+    plateau_patience: Annotated[Count, UsedBy("plateau")] = 2
+    """Evaluations in a row without gain, by the metric and min_delta of train.early_stopping, that make the factor
+    fall; counted anew after a fall."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from meseta.errors import shown
 from meseta.machine.files import has_controls
@@ -39,10 +40,25 @@ Whole = Annotated[int, Field(ge=0, lt=2**63)]
 """0, 1, 2 and so on."""
 
 
+class UsedBy:
+    """Metadata of a key that has an effect only for some values of its section's `name`, or of its `kind`."""
+
+    def __init__(self, *values: str) -> None:
+        """`values`: those for which it has one."""
+        self.values = values
+
+
+def used_by(field: FieldInfo) -> tuple[str, ...]:
+    """Return the values of `UsedBy`; empty if the key always has an effect."""
+    return next((entry.values for entry in field.metadata if isinstance(entry, UsedBy)), ())
+
+
 class Section(BaseModel):
     """A part of the config: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    keys_described_by: ClassVar[type | None] = None
+    """Class whose docstrings of fields describe the keys of the same names that have none here."""
 
     @field_validator("*")
     @classmethod
