@@ -37,7 +37,7 @@ InnerPath = Annotated[str, AfterValidator(_check_inner)]
 class Record(BaseModel):
     """A part of a description: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DenseFeature(Record):

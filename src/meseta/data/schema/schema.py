@@ -32,7 +32,7 @@ from meseta.spec.documents import read_mapping
 class Schema(BaseModel):
     """A schema file: what the columns are, instead of what would be inferred."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     label: str | None = None
     """Column of the label, 0 to 1, or a condition on a column, such as 'rating >= 4'."""

@@ -40,9 +40,7 @@ Received = TypeVar("Received", bound="Message")
 class Message(BaseModel):
     """Frozen; an unknown key, or a value of another type, is an error."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     limit_bytes: ClassVar[int] = MESSAGE_BYTES
     limit_values: ClassVar[int] = MESSAGE_VALUES
 
