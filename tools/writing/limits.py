@@ -28,9 +28,8 @@ HEAD = """\
 Counts = Mapping[str, Mapping[str, int]]
 
 
-def folder_counts(root: Path) -> dict[str, dict[str, int]]:
-    """Count the hits in each package of the source, and in each other folder."""
-    source = read_part(root / "src")
+def folder_counts(root: Path, source: Part) -> dict[str, dict[str, int]]:
+    """Count the hits in each package of `source`, the folder src below the root, and in each other folder."""
     counts: dict[str, dict[str, int]] = {}
     for entry in sorted(path for package in (root / "src").iterdir() for path in package.iterdir()):
         part = source.below(entry)
@@ -55,7 +54,7 @@ def exceeded(counts: Counts, limits: Counts) -> list[str]:
 
 def lower_limits(root: Path) -> None:
     """Write the table with today's counts where they are below the limits. Without a table, write all counts."""
-    path, counts = root / LIMITS, folder_counts(root)
+    path, counts = root / LIMITS, folder_counts(root, read_part(root / "src"))
     limits = read_limits(path) if path.exists() else counts
     lines = []
     for folder, hits in counts.items():
