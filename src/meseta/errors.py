@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 
 class MesetaError(ValueError):
-    """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback."""
+    """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback.
+
+    Attributes, those of subclasses included, must be picklable: they are sent to other ranks with the error.
+    """
 
     rank: int | None = None
     """The rank that met it, where all ranks were told; the text begins with it."""
+    remedy: str | None = None
+    """What the user can do, without a full stop at the end. `None`: nothing, or the reason says it."""
+
+    def __init__(self, reason: object, *, remedy: str | None = None) -> None:
+        """The text is `str(reason)`, made when it is needed, followed by "; " and `remedy` if there is one."""
+        super().__init__(reason)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return self.reason if self.remedy is None else f"{self.reason}; {self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of, (type(self), self.reason), self.__dict__
+
+    @property
+    def reason(self) -> str:
+        """Text without the remedy."""
+        return str(self.args[0])
+
+    def with_prefix(self, prefix: str) -> Self:
+        """Return a copy of the same class and with the same attributes, whose text begins with `prefix`."""
+        error = copy.copy(self)
+        error.args = (f"{prefix}{self.reason}",)
+        return error
+
+    def with_suffix(self, suffix: str) -> Self:
+        """Return a copy of the same class and with the same attributes, whose text, and so its remedy if it has one,
+        ends with `suffix`."""
+        error = copy.copy(self)
+        if self.remedy is None:
+            error.args = (f"{self.reason}{suffix}",)
+        else:
+            error.remedy = f"{self.remedy}{suffix}"
+        return error
+
+
+def _copy_of(kind: type[MesetaError], reason: str) -> MesetaError:
+    return kind.__new__(kind, reason)  # without __init__, whose parameters differ between subclasses
 
 
 class StorageError(MesetaError):
@@ -23,12 +65,22 @@ class StorageError(MesetaError):
     better."""
 
 
-def reading_error(error: Exception, text: str) -> MesetaError:
+class UnknownColumnError(MesetaError):
+    """A column that the user names and the data lack."""
+
+    def __init__(self, where: str, column: str, known: Iterable[str]) -> None:
+        """The text is "`where` has no column 'column'" and the nearest of the `known` columns, or all of them."""
+        super().__init__(f"{where} has no column {column!r}", remedy=nearest(column, [name for name in known if name]))
+        self.column = column
+        """Name as the user gave it, which may be a pattern."""
+
+
+def reading_error(error: Exception, reason: str, remedy: str | None = None) -> MesetaError:
     """A MesetaError with this text for what reading a file has raised: a StorageError where the system or the network
     under it has failed, which say so by an error number or a class of their own; libraries that meet damaged content
     raise an OSError without one."""
     is_of_storage = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) is not None
-    return StorageError(text) if is_of_storage else MesetaError(text)
+    return (StorageError if is_of_storage else MesetaError)(reason, remedy=remedy)
 
 
 def shown(value: object) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from meseta.comm import DenseGradients, World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
+from meseta.errors import UnknownColumnError
 from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 
@@ -174,6 +175,32 @@ def told_twice() -> list[str]:
 
 def test_an_error_that_all_were_told_names_its_rank_once(ranks: Ranks) -> None:
     assert ranks(2).run(told_twice) == [["rank 0: disk 0 is full", "rank 1: disk 1 is full"]] * 2
+
+
+def unknown_columns() -> list[tuple[str, str, str | None]]:
+    """(text, column, remedy) of an error of rank 1 raised on all ranks, and of one of rank 0."""
+    world = World.current()
+    error = UnknownColumnError("log", "usr", ["user"])
+
+    def refuse() -> None:
+        raise error
+
+    raised = []
+    for action in (
+        lambda: world.raise_together(error if world.rank == 1 else None),
+        lambda: world.on_first(refuse),
+        lambda: world.from_first(refuse),
+    ):
+        with pytest.raises(UnknownColumnError) as caught:
+            action()
+        raised.append((str(caught.value), caught.value.column, caught.value.remedy))
+    return raised
+
+
+def test_an_error_keeps_its_class_and_attributes_on_all_ranks(ranks: Ranks) -> None:
+    text, attributes = "log has no column 'usr'; did you mean 'user'?", ("usr", "did you mean 'user'?")
+    expected = [(f"{prefix}{text}", *attributes) for prefix in ("rank 1: ", "rank 0: ", "")]
+    assert ranks(2).run(unknown_columns) == [expected] * 2
 
 
 def refused_by_the_system() -> list[str]:

@@ -1,6 +1,13 @@
-"""The way out that errors offer for unknown names, and what they repeat of other errors."""
+"""The remedies of errors, and what errors repeat of other errors."""
 
-from meseta.errors import one_line
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from meseta.errors import UnknownColumnError, one_line
 from meseta.spec import MesetaError, ShardingType, nearest
 
 
@@ -28,3 +35,68 @@ def test_one_line_of_an_error() -> None:
 
 def test_meseta_error_is_a_value_error() -> None:
     assert issubclass(MesetaError, ValueError)
+
+
+def test_the_text_of_an_error_is_its_reason_and_its_remedy() -> None:
+    error = MesetaError("the disk is full; 3 GB are missing", remedy="delete old runs; or use another disk")
+    assert str(error) == "the disk is full; 3 GB are missing; delete old runs; or use another disk"
+    assert (error.reason, error.remedy) == (
+        "the disk is full; 3 GB are missing",
+        "delete old runs; or use another disk",
+    )
+    error = MesetaError("the disk is full; delete old runs")
+    assert (str(error), error.reason, error.remedy) == (*["the disk is full; delete old runs"] * 2, None)
+
+
+class DiskFullError(MesetaError):
+    """An error whose parameters are not its text."""
+
+    def __init__(self, disk: str, num_bytes: int) -> None:
+        super().__init__(f"{disk} lacks {num_bytes:,} bytes", remedy="delete old runs")
+        self.disk, self.num_bytes = disk, num_bytes
+
+
+def test_copies_of_an_error_keep_its_class_and_attributes() -> None:
+    error = DiskFullError("sda", 1000)
+    error.rank = 3
+    attributes = {"rank": 3, "remedy": "delete old runs", "disk": "sda", "num_bytes": 1000}
+    copies = {
+        "sda lacks 1,000 bytes; delete old runs": [copy.copy(error), pickle.loads(pickle.dumps(error)), error],
+        "step 4: sda lacks 1,000 bytes; delete old runs": [error.with_prefix("step 4: ")],
+    }
+    for text, ones in copies.items():
+        for one in ones:
+            assert (type(one), str(one), vars(one)) == (DiskFullError, text, attributes)
+
+
+def test_a_reason_is_made_into_text_when_it_is_needed() -> None:
+    """Other ranks get the text: what it is made of may be large, and not for them."""
+    made = []
+
+    class Reason:
+        def __str__(self) -> str:
+            made.append(self)
+            return "no room"
+
+    error = MesetaError(Reason(), remedy="raise storage.near_bytes")
+    assert made == []
+    for one in (error, pickle.loads(pickle.dumps(error)), error.with_prefix(""), error.with_suffix("")):
+        assert (str(one), one.reason) == ("no room; raise storage.near_bytes", "no room")
+
+
+def test_a_suffix_is_part_of_the_remedy() -> None:
+    error = DiskFullError("sda", 1000).with_suffix(", or use another disk")
+    assert (str(error), error.remedy, error.disk) == (
+        "sda lacks 1,000 bytes; delete old runs, or use another disk",
+        "delete old runs, or use another disk",
+        "sda",
+    )
+    error = MesetaError("sda is full").with_suffix(", use another disk")
+    assert (str(error), error.remedy) == ("sda is full, use another disk", None)
+
+
+def test_an_unknown_column_is_an_attribute() -> None:
+    error = UnknownColumnError("file 'a.csv'", "usr", ["", "user", "item"])
+    assert (str(error), error.column) == ("file 'a.csv' has no column 'usr'; did you mean 'user'?", "usr")
+    with pytest.raises(MesetaError, match=r"known are item, user$"):
+        raise UnknownColumnError("file 'a.csv'", "zebra", ["", "user", "item"])

@@ -17,6 +17,7 @@ import torch
 from bad_input.commands import run_here
 from meseta import checkpoint
 from meseta.comm import World
+from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 from meseta.train.outside.dense_export import export_dense, load_dense_part
 from meseta.train.outside.output_columns import OutputColumns
@@ -110,6 +111,18 @@ def test_bad_choices_are_one_line(run_dir: Path, tmp_path: Path, columns: str, m
     assert ended.code == 1 and list(tmp_path.iterdir()) == []
     [line] = ended.err.splitlines()
     assert re.search(message, line) and line.startswith("error: "), line
+
+
+def test_only_the_error_of_a_missing_key_names_a_similar_column_of_the_predictions() -> None:
+    columns = OutputColumns.parse(["score=predicton", "user"])
+    missing = UnknownColumnError("keys: 'log'", "predicton", ["price", "user"])
+    assert str(columns.explained(missing)) == f"{missing}; the column of predictions is 'prediction'"
+    for other in (
+        UnknownColumnError("keys: 'log'", "user", ["price", "predicton"]),
+        UnknownColumnError("keys: 'log'", "label", ["price", "user"]),
+        MesetaError("source 'b': column 'predicton' is string, and int64 in 'a'; write both files with one type"),
+    ):
+        assert columns.explained(other) is other
 
 
 def test_choices_that_lose_something(tiny: Path, run_dir: Path, tmp_path: Path) -> None:

@@ -387,8 +387,8 @@ class World:
         self.raise_together(problem)
 
     def from_first(self, think: Callable[[], Answer]) -> Answer:
-        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, in the same words, and
-        the system's error on the others as a MesetaError. Collective.
+        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, with its class and its
+        attributes, and the system's error on the others as a MesetaError. Collective.
 
         For what other ranks would find too, and keep rank 0's processor busy meanwhile. The answer is picklable.
         """
@@ -399,30 +399,30 @@ class World:
                 answer = think()
             except (MesetaError, OSError) as error:
                 problem = error
-        [(answer, told), *_] = self.gather_objects((answer, None if problem is None else str(problem)))
+        [(answer, told), *_] = self.gather_objects((answer, None if problem is None else _as_meseta_error(problem)))
         if told is not None:
-            raise problem if isinstance(problem, OSError) else MesetaError(told)
+            raise told if problem is None else problem
         return cast(Answer, answer)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
 
         The message is the error of the lowest such rank, and names it, if an error that all ranks were told before
-        does not name its own; its class is kept where it is a MesetaError.
+        does not name its own; its class and its attributes are kept where it is a MesetaError.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        kind = type(error) if isinstance(error, MesetaError) else MesetaError
-        named = error.rank if isinstance(error, MesetaError) else None
-        found = self.gather_objects(None if error is None else (kind, str(error), named))
-        for rank, problem in enumerate(found):
+        for rank, problem in enumerate(self.gather_objects(None if error is None else _as_meseta_error(error))):
             if problem is not None:
-                kind, text, named = problem
-                told = kind(text if named is not None else f"rank {rank}: {text}")
-                told.rank = rank if named is None else named
+                told = problem.with_prefix("" if problem.rank is not None else f"rank {rank}: ")
+                told.rank = rank if problem.rank is None else problem.rank
                 raise told from error
+
+
+def _as_meseta_error(error: BaseException) -> MesetaError:
+    return error if isinstance(error, MesetaError) else MesetaError(str(error))
 
 
 TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")

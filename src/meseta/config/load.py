@@ -37,7 +37,7 @@ def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dic
     try:
         document = {} if path is None else read_mapping(path)
     except MesetaError as error:
-        raise type(error)(f"config {str(path)!r}: {error}") from None
+        raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
         _apply(document, override)
     return document

@@ -104,7 +104,7 @@ class UnheardStep:
             return self.agreement.votes
         except NonFiniteLoss as error:
             self.undo()
-            raise LateNonFiniteLoss(str(error)) from None
+            raise LateNonFiniteLoss(error.reason, remedy=error.remedy) from None
 
 
 def totals_of(batch: Batch) -> Totals:

@@ -68,6 +68,4 @@ def told_by_number(index: int, num_parts: int) -> Iterator[None]:
     except MesetaError as error:
         if num_parts == 1:
             raise
-        told = type(error)(f"micro-batch {index + 1} of {num_parts}: {error}")
-        told.rank = error.rank
-        raise told from None
+        raise error.with_prefix(f"micro-batch {index + 1} of {num_parts}: ") from None

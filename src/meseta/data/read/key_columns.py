@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.part_files import opened_part
-from meseta.spec import MesetaError, nearest
+from meseta.errors import UnknownColumnError
+from meseta.spec import MesetaError
 
 BATCH_ROWS = 8192
 """Rows decoded at a time."""
@@ -35,10 +36,8 @@ class KeyColumns:
             schema = _schema(path)
             for name in names:
                 if name not in schema.names:
-                    raise MesetaError(
-                        f"keys: {str(path)!r} has no column {name!r}; {nearest(name, schema.names)}, or keep it when "
-                        "preparing the data"
-                    )
+                    error = UnknownColumnError(f"keys: {str(path)!r}", name, schema.names)
+                    raise error.with_suffix(", or keep it when preparing the data")
                 if schema.names.count(name) > 1:
                     raise MesetaError(f"keys: {str(path)!r} has column {name!r} twice; prepare the data again")
             schemas.append(pa.schema([schema.field(name) for name in names]))

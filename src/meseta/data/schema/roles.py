@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from meseta.data.schema.guess import Guess, Role, has_negative, only_one_each
 from meseta.data.schema.labels import is_condition
 from meseta.data.schema.schema import Schema
-from meseta.spec import MesetaError, nearest
+from meseta.errors import UnknownColumnError
+from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str
     """Those of `names` that an option's entry means; `known` is their set."""
     matching = [entry] if entry in known else fnmatch.filter(names, entry)
     if not matching:
-        raise MesetaError(f"{where} has no column {entry!r}; {nearest(entry, [name for name in names if name])}")
+        raise UnknownColumnError(where, entry, names)
     return matching
 
 

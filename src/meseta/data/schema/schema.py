@@ -23,7 +23,7 @@ from meseta.data.layout import (
 )
 from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
-from meseta.errors import doubled
+from meseta.errors import UnknownColumnError, doubled
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
@@ -326,10 +326,11 @@ def _scalar(name: str) -> str:
 
 
 def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Raises MesetaError, naming `where`, for a column that is wanted and not there, or there twice."""
+    """Raises UnknownColumnError for a column that is not there, and MesetaError for one that is there twice; both name
+    `where`."""
     times = Counter(known)
     for name in wanted:
         if name not in times:
-            raise MesetaError(f"{where} has no column {name!r}; {nearest(name, [n for n in known if n])}")
+            raise UnknownColumnError(where, name, known)
         if times[name] > 1:
             raise MesetaError(f"{where}: {name!r} is the name of two columns; rename one")

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.errors import doubled
+from meseta.errors import UnknownColumnError, doubled
 from meseta.spec import MesetaError, nearest
 
 ROW, PREDICTION, LABEL = "row", "prediction", "label"
@@ -61,10 +61,9 @@ class OutputColumns:
 
     def explained(self, error: MesetaError) -> MesetaError:
         """The error of a key that the data lack, with the column of the predictions that its name resembles."""
-        for key in self.keys:
-            close = difflib.get_close_matches(key, (ROW, PREDICTION, LABEL), n=1)
-            if close and repr(key) in str(error):
-                return MesetaError(f"{error}; the column of predictions is {close[0]!r}")
+        if isinstance(error, UnknownColumnError) and error.column in self.keys:
+            for close in difflib.get_close_matches(error.column, (ROW, PREDICTION, LABEL), n=1):
+                return error.with_suffix(f"; the column of predictions is {close!r}")
         return error
 
 
