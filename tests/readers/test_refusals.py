@@ -25,11 +25,20 @@ from pyarrow import flight
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.rows import Rows
-from meseta.data.read.served.connection import Unreachable
-from meseta.data.read.served.messages import ANSWER_BYTES, Beat, DatasetDescription, RowsAsked, Session, WindowTicket
+from meseta.data.read.served.connection import Unreachable, as_flight_error
+from meseta.data.read.served.messages import (
+    ANSWER_BYTES,
+    Beat,
+    DatasetDescription,
+    ErrorStatus,
+    RowsAsked,
+    Session,
+    WindowTicket,
+)
 from meseta.data.read.served.reader import Run, ServedReader, Service
 from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
 from meseta.data.read.served.service import Dispatcher
+from meseta.errors import StorageError
 from meseta.machine.remote import checked_url, host_and_port
 from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
@@ -100,6 +109,34 @@ def test_without_keys_readers_are_on_this_machine(tier: Tier, url: str) -> None:
     with pytest.raises(MesetaError, match=re.escape(f"readers: {url!r}: ")):
         Dispatcher(tier.dispatcher.url).beat(Beat(**BEAT | {"reader": url}))
     assert [reader.reader for reader in tier.leases.readers()] == [reader.reader for reader in before]
+
+
+def test_the_remedy_of_an_error_crosses_the_network(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older version sends the text alone. Storage that fails is another kind of error: another reader may do
+    better."""
+    text = "it is damaged; 'ü' is odd"
+    older = flight.FlightServerError(text, extra_info=text.encode())
+    cases: list[tuple[Exception, type[MesetaError], str, str | None]] = [
+        (MesetaError(text, remedy="fetch it; or leave it out"), MesetaError, text, "fetch it; or leave it out"),
+        (MesetaError(text), MesetaError, text, None),
+        (ValueError(text), MesetaError, text, None),
+        (older, MesetaError, text, None),
+        (MesetaError("€" * 5000, remedy="ü" * 5000), MesetaError, "€" * 1023 + "...", "ü" * 510 + "..."),
+        (StorageError(text, remedy="try again"), Unreachable, f"failed: {text}; try again", None),
+    ]
+    monkeypatch.setattr("meseta.readers.dispatching.as_flight_error", lambda e: e if e is older else as_flight_error(e))
+    for error, kind, reason, remedy in cases:
+
+        def refuse(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(tier.dispatcher, "_answer", refuse)
+        with pytest.raises(MesetaError) as caught:
+            Dispatcher(tier.dispatcher.url, tier.dispatcher.credentials).describe("click")
+        told = caught.value
+        sign = " " if kind is Unreachable else ": "
+        assert (type(told), told.remedy) == (kind, remedy), error
+        assert told.reason == f"dispatcher {tier.dispatcher.url}{sign}{reason}", error
 
 
 def test_a_dispatcher_that_is_not_there() -> None:
@@ -250,7 +287,10 @@ class ToldQuietly:
         if error is None:
             return True
         assert isinstance(error, flight.FlightServerError), repr(error)
-        text = error.extra_info.decode() or str(error).split(". Detail:")[0]
+        text = str(error).split(". Detail:")[0]
+        if error.extra_info:
+            status = ErrorStatus.from_bytes(error.extra_info, "it")
+            text = f"{status.reason}; {status.remedy}"
         assert text.isprintable() and "Traceback" not in text and len(text) < 5000, text
         return True
 

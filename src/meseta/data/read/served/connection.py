@@ -11,6 +11,7 @@ from pyarrow import flight
 
 from meseta.data.read.served.credentials import HEADER, Credentials, NoTokenError
 from meseta.data.read.served.keys import Keys, refusal, strange_client
+from meseta.data.read.served.messages import MAX_REASON_BYTES, ErrorStatus
 from meseta.errors import MesetaError, StorageError, one_line
 from meseta.machine.remote import ENCRYPTED, check_reachable, host_and_port
 from meseta.machine.variables import variables
@@ -19,6 +20,8 @@ variables.setdefault("GRPC_VERBOSITY", "NONE")  # read when it begins: it would 
 
 PROBE_S = 2.0
 """How long it may take to find out why a call has failed."""
+MAX_MESSAGE_CHARS = 300
+"""Limit on the text of an Arrow Flight error, for the same reason as `MAX_REASON_BYTES`."""
 CHANNEL = [
     ("grpc.keepalive_time_ms", 300_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,9 +42,10 @@ class Unreachable(MesetaError):
 def as_flight_error(error: Exception) -> flight.FlightServerError:
     """What a server raises for `Connection.told` to turn back: another reader may do better where this one could not
     reach somebody else, or its storage, but not where it has met bad data."""
-    text = str(error) if isinstance(error, MesetaError) else one_line(error)
+    told = error if isinstance(error, MesetaError) else MesetaError(one_line(error))
     is_of_this_one = isinstance(error, Unreachable | StorageError)
-    return flight.FlightServerError(text, extra_info=b"" if is_of_this_one else text.encode())
+    status = b"" if is_of_this_one else ErrorStatus.of(told).to_bytes()
+    return flight.FlightServerError(str(told)[:MAX_MESSAGE_CHARS], extra_info=status)
 
 
 class Connection:
@@ -80,8 +84,7 @@ class Connection:
             yield
         except flight.FlightServerError as error:
             if error.extra_info:
-                text = error.extra_info.decode(errors="replace")
-                raise MesetaError(f"{self}: {text[:4096]}") from None
+                raise self._told_by(error.extra_info) from None
             raise Unreachable(f"{self} failed: {said(error)}") from None
         except flight.FlightUnauthenticatedError:
             raise MesetaError(self._credentials.refusal(str(self))) from None
@@ -92,6 +95,13 @@ class Connection:
             if isinstance(error, MesetaError):
                 raise
             raise Unreachable(f"{self} broke off: {said(error)}") from None
+
+    def _told_by(self, extra_info: bytes) -> MesetaError:
+        try:
+            status = ErrorStatus.from_bytes(extra_info, str(self))
+        except MesetaError:  # a sender of an older version: it is the text
+            status = ErrorStatus(reason=extra_info.decode(errors="replace")[:MAX_REASON_BYTES])
+        return MesetaError(f"{self}: {status.reason}", remedy=status.remedy)
 
     def _find_fault(self) -> None:
         """See why a call has failed. Raises MesetaError where another one would fail as well, and Unreachable where
@@ -124,7 +134,7 @@ class Connection:
 
 def said(error: Exception) -> str:
     """What an error of Arrow Flight says, without what it adds."""
-    return one_line(error).partition(". Detail:")[0].partition(". gRPC client debug context")[0][:300]
+    return one_line(error).partition(". Detail:")[0].partition(". gRPC client debug context")[0][:MAX_MESSAGE_CHARS]
 
 
 def _for_anybody() -> ssl.SSLContext:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, shown
 from meseta.machine.files import DOCUMENT_VALUES, parse_json
+from meseta.machine.waits.checked_memory import text_field
 
 MESSAGE_BYTES = 1 << 20
 """The most that one may have; descriptions and counts of a split, which the dispatcher sends, may have more."""
@@ -23,6 +24,8 @@ MESSAGE_VALUES = 1 << 14
 ANSWER_BYTES = 1 << 28
 TABLE_BYTES = 1 << 32
 """The most that a file may have that a TableRequest asks for."""
+MAX_REASON_BYTES, MAX_REMEDY_BYTES = 3072, 1024
+"""Limits on the parts of an error, which gRPC sends in headers. Headers of 8 KiB or more may break the connection."""
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -65,6 +68,19 @@ class Message(BaseModel):
         except ValueError as error:
             problem = shown(str(error))
         raise MesetaError(f"{sender} sent what is no {cls.__name__}: {problem}; run the same version everywhere")
+
+
+class ErrorStatus(Message):
+    """Error that asking another reader does not avoid, as additional information of an Arrow Flight error."""
+
+    reason: str = Field(max_length=MAX_REASON_BYTES)
+    remedy: str | None = Field(default=None, max_length=MAX_REMEDY_BYTES)
+
+    @staticmethod
+    def of(error: MesetaError) -> ErrorStatus:
+        """The status of an error, whose parts are truncated."""
+        remedy = None if error.remedy is None else text_field(error.remedy, MAX_REMEDY_BYTES).decode()
+        return ErrorStatus(reason=text_field(error.reason, MAX_REASON_BYTES).decode(), remedy=remedy)
 
 
 class RowsAsked(Message):
