@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meseta.data import Reader, ReaderOptions
+from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.dataset.check import CheckResult, check
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
@@ -194,6 +194,25 @@ def test_vocabularies(data: Path) -> None:
     assert "its ids must be 0, 1, 2, ..." in only_fault(data)
     path.write_text("no Parquet")
     assert "vocabulary/shop.parquet: the file must be readable" in only_fault(data)
+
+
+def test_bits_of_looked_up_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of the fault is the reason of the error: without its remedy, and whole if it has none."""
+    pq.write_table(pa.table({"label": [0, 1] * 30, "shop": [f"s{i % 7}" for i in range(60)]}), tmp_path / "raw.parquet")
+    prepare(PrepareOptions(sources=[str(tmp_path / "raw.parquet")], out=tmp_path / "data", hash_rows=64))
+    assert check(tmp_path / "data").faults == ()
+    path = tmp_path / "data/touched.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(1, table.schema.field(1), pa.array([b"x"], pa.large_binary())), path)
+    rule = "touched.parquet: it must have the bits of the tables of hashed features"
+    reason = f"dataset file {str(path)!r} has 1 bytes of feature 'shop', which is not what its table takes"
+    assert only_fault(tmp_path / "data") == f"{rule}, got {reason}; prepare the dataset again"
+
+    def refuse(dataset: Dataset) -> None:
+        raise MesetaError("the file is empty")
+
+    monkeypatch.setattr("meseta.data.dataset.check.read_touched", refuse)
+    assert only_fault(tmp_path / "data") == f"{rule}, got the file is empty; prepare the dataset again"
 
 
 def test_no_dataset_at_all(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def _touched_faults(dataset: Dataset) -> Iterator[Fault]:
         read_touched(dataset)
     except MesetaError as error:
         rule = "it must have the bits of the tables of hashed features"
-        yield Fault(object=dataset.touched or FILE_NAME, rule=rule, value=str(error).rpartition("; ")[0])
+        yield Fault(object=dataset.touched or FILE_NAME, rule=rule, value=error.reason)
 
 
 def _place(path: str, column: str, row: int) -> str:

@@ -448,8 +448,8 @@ class Dataset(Record):
         try:
             return inside(self.dir, path)
         except OSError as error:
-            text = f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror}); prepare the dataset again"
-            raise reading_error(error, text) from None
+            reason = f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror})"
+            raise reading_error(error, reason, "prepare the dataset again") from None
 
     @staticmethod
     def load(path: str | Path) -> Dataset:

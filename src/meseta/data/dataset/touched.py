@@ -45,14 +45,15 @@ def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
         bits = {name: np.frombuffer(one.as_buffer() or b"", np.uint8) for name, one in kept}
     except (pa.ArrowException, OSError, KeyError) as error:
         raise MesetaError(
-            f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
+            f"dataset file {str(path)!r} cannot be read ({one_line(error)})", remedy="prepare the dataset again"
         ) from None
     sizes = {feature.name: -(-feature.num_embeddings // 8) for feature in dataset.sparse if feature.encoding == "hash"}
     for name, one in bits.items():
         if one.size != sizes.get(name):
             raise MesetaError(
                 f"dataset file {str(path)!r} has {one.size} bytes of feature {name!r}, which is not what its table "
-                "takes; prepare the dataset again"
+                "takes",
+                remedy="prepare the dataset again",
             )
     return bits
 
