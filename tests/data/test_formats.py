@@ -47,7 +47,8 @@ class KeyValue(TextFormat):
         for number, line in enumerate(raw_text(block).decode().splitlines(), start=block.first_line + 1):
             fields = [field.partition("=") for field in line.split(" ")]
             if not all(sign for _, sign, _ in fields):
-                raise MesetaError(f"source {block.source.path!r}, line {number}: a field has no name; fix or remove it")
+                reason = f"source {block.source.path!r}, line {number}: a field has no name"
+                raise MesetaError(reason, remedy="fix or remove it")
             names = tuple(name for name, _, _ in fields)
             lines.append(",".join(value for _, _, value in fields) + "\n")
         as_csv = registry.format_of("csv")
@@ -101,7 +102,7 @@ def test_a_damaged_line_is_explained_or_skipped(tmp_path: Path) -> None:
         prepare(options)
     dataset = prepare(replace(options, bad_rows="skip"))
     assert dataset.bad_rows is not None
-    assert dataset.bad_rows.num_rows == 1 and "line 42: a field has no name" in dataset.bad_rows.first[0]
+    assert dataset.bad_rows.num_rows == 1 and dataset.bad_rows.first[0].endswith("line 42: a field has no name")
 
 
 def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

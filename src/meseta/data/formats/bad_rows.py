@@ -98,7 +98,7 @@ def _halve(
             return
         parsed.num_bad += 1
         if len(parsed.first) < MAX_SHOWN:
-            parsed.first.append(str(error).rpartition("; fix")[0] or str(error))
+            parsed.first.append(error.reason)
     else:
         parsed.results.append(result)
         parsed.num_good += stop - first

@@ -31,6 +31,8 @@ from meseta.machine.remote import is_url, open_file, remote_errors
 
 HEAD_BYTES = 64 << 10
 """Bytes of text that a format is told by."""
+FIX_LINE = "fix or remove the line"
+"""Remedy of errors that name a line of text."""
 
 OnRows = Callable[[int, float], None]
 """Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""

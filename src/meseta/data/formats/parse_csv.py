@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
 from meseta.data.formats.csv_records import header_names, read_header, records
-from meseta.data.formats.format import Block
+from meseta.data.formats.format import FIX_LINE, Block
 from meseta.data.formats.plain_numbers import plain_number, plain_numbers
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.formats.values import label_numbers
@@ -191,12 +191,10 @@ class CsvColumns:
             for line, _, fields in itertools.islice(records(self.raw, self.block.source.delimiter), row, row + 1):
                 where = f"{source}, line {self.block.first_line + line + 1}"
                 if len(fields) != len(self.block.header):  # a blank line, which gives missing values
-                    return MesetaError(f"{where}: {_unequal(self.block, fields)}; fix or remove the line")
-                return MesetaError(
-                    f"{where}, column {name!r}: {fields[place][:40]!r} {problem}; fix or remove the line"
-                )
+                    return MesetaError(f"{where}: {_unequal(self.block, fields)}", remedy=FIX_LINE)
+                return MesetaError(f"{where}, column {name!r}: {fields[place][:40]!r} {problem}", remedy=FIX_LINE)
         where = f"{source}, row {row + 1} after line {self.block.first_line}"
-        return MesetaError(f"{where}, column {name!r}: the value {problem}; fix or remove the row")
+        return MesetaError(f"{where}, column {name!r}: the value {problem}", remedy="fix or remove the row")
 
 
 def _begins_with_word(block: Block, raw: bytes, layout: RawLayout) -> bool:
@@ -229,7 +227,7 @@ def _explain(block: Block, raw: bytes, layout: RawLayout, detail: str) -> Meseta
             first = block.first_line + line + 1
             problem = _problem(block, layout, record, fields)
             if problem:
-                return MesetaError(f"{source}, line {first}{problem}; fix or remove the line")
+                return MesetaError(f"{source}, line {first}{problem}", remedy=FIX_LINE)
     except csv.Error as error:
         return MesetaError(f"{source}, at or after line {first}: {error}; is a quote not closed?")
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from meseta.data.formats.format import Block
+from meseta.data.formats.format import FIX_LINE, Block
 from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of, texts_of
 from meseta.data.formats.parse_csv import CsvColumns, rule_broken
 from meseta.data.formats.plain_numbers import plain_numbers
@@ -145,4 +145,4 @@ class _JsonColumns(CsvColumns):
 
 
 def _error(block: Block, number: int, problem: str) -> MesetaError:
-    return MesetaError(f"source {block.source.path!r}, line {number}, {problem}; fix or remove the line")
+    return MesetaError(f"source {block.source.path!r}, line {number}, {problem}", remedy=FIX_LINE)

@@ -122,7 +122,7 @@ class _ParquetColumns:
 
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
         where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
-        return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
+        return MesetaError(f"{where}, column {name!r}: {problem}", remedy="fix the row")
 
 
 def key_values(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from meseta.data.formats.format import Block
+from meseta.data.formats.format import FIX_LINE, Block
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows, RawSparse, is_label
 from meseta.errors import one_line
@@ -131,7 +131,7 @@ def _explain(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaE
     for number, line in enumerate(lines, start=block.first_line + 1):
         problem = _problem(line, form, has_qid=bool(has_qid))
         if problem:
-            return MesetaError(f"{source}, line {number}: {problem}; fix or remove the line")
+            return MesetaError(f"{source}, line {number}: {problem}", remedy=FIX_LINE)
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")
 
 

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.data.formats.encodings import check_text
-from meseta.data.formats.format import Block, FileHead, FilePosition, RawFormat, Source, named_errors, open_text
+from meseta.data.formats.format import (
+    FIX_LINE,
+    Block,
+    FileHead,
+    FilePosition,
+    RawFormat,
+    Source,
+    named_errors,
+    open_text,
+)
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.spec import MesetaError
@@ -73,9 +82,8 @@ class TextFormat(RawFormat):
 
         def error(row: int, column: str, problem: str) -> MesetaError:
             line = self.position(block, row).line + 1
-            return MesetaError(
-                f"source {block.source.path!r}, line {line}, column {column!r}: {problem}; fix or remove the line"
-            )
+            where = f"source {block.source.path!r}, line {line}, column {column!r}"
+            return MesetaError(f"{where}: {problem}", remedy=FIX_LINE)
 
         check_text(rows, raw_text(block), layout, error)
         return rows

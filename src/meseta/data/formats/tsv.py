@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.formats.format import AskedColumns, Block, FileHead, RawFormat, Source, TextForm
+from meseta.data.formats.format import FIX_LINE, AskedColumns, Block, FileHead, RawFormat, Source, TextForm
 from meseta.data.formats.parse_csv import read_texts
 from meseta.data.formats.text import TextFormat, first_line, raw_text, with_first_field
 from meseta.data.layout import RawLayout, SparseColumn
@@ -138,15 +138,15 @@ def _explain_tsv(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> 
         if len(fields) != len(names):
             return MesetaError(
                 f"{where}: {len(fields) - left_out} tab-separated fields, expected {len(names) - left_out}: "
-                f"{'label, ' if has_labels else ''}13 integers, 26 categories; fix or remove the line"
+                f"{'label, ' if has_labels else ''}13 integers, 26 categories",
+                remedy=FIX_LINE,
             )
         for index in range(1 + len(CRITEO.dense)):
             problem = _field_problem(fields[index], is_label=index == 0)
             if problem:
                 shown = fields[index][:40].decode(errors="replace")
                 return MesetaError(
-                    f"{where}, field {index + 1 - left_out} ({names[index]}): {shown!r} {problem}; "
-                    "fix or remove the line"
+                    f"{where}, field {index + 1 - left_out} ({names[index]}): {shown!r} {problem}", remedy=FIX_LINE
                 )
     return MesetaError(f"source {str(block.source.path)!r}, after line {block.first_row}: {detail}")
 

@@ -220,7 +220,7 @@ class FirstPass:
         except MesetaError as error:
             if not are_rare(block, encode):
                 raise
-            raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
+            raise error.with_suffix(", or leave such rows out with --bad-rows skip") from None
 
     def _resume(self) -> ReadSoFar:
         """Take up what was committed."""
