@@ -1,5 +1,6 @@
 """What a task that does not fit is told, and whether it helps."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -22,8 +23,11 @@ def refused(workload: Workload, topology: Topology, constraints: Constraints | N
 
 
 def check_promises(error: DoesNotFitError) -> None:
-    """Every change makes the task fit, with the step that it promises."""
+    """Every change makes the task fit, with the step that it promises; other ranks get the same changes."""
     assert error.fixes
+    received = pickle.loads(pickle.dumps(error))
+    assert (str(received), received.certificate) == (str(error), error.certificate)
+    assert [fix.text for fix in received.fixes] == [fix.text for fix in error.fixes]
     for fix in error.fixes:
         task = fix.task
         found = find_plan(task.workload, task.topology, task.cost_model, task.constraints)

@@ -48,7 +48,7 @@ class DoesNotFitError(MesetaError):
 
     def __init__(self, certificate: str, fixes: Sequence[Fix]) -> None:
         ways_out = "; or ".join(f"{fix.text} ({1e3 * fix.step_s:.3g} ms a step)" for fix in fixes)
-        super().__init__(f"{certificate}; {ways_out or 'use more or larger machines, or smaller tables'}")
+        super().__init__(certificate, remedy=ways_out or "use more or larger machines, or smaller tables")
         self.certificate = certificate
         """Which tables and bytes are too much."""
         self.fixes = tuple(fixes)
