@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import json
 import random
 from collections.abc import Callable
 from datetime import datetime
@@ -154,7 +155,9 @@ def test_that_rows_with_times_could_be_tested_on_later_ones_is_said(
         "city": ["a", "b"] * 40,
     }
     pq.write_table(pa.table(table), "log.parquet")
-    for log in ("log.csv", "log.parquet"):
+    lines = pa.table({**table, "seen": [str(day) for day in table["seen"]]}).to_pylist()
+    Path("log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for log in ("log.csv", "log.parquet", "log.jsonl"):
         assert "--time seen --test-after TIME tests on later ones" in output_of("prepare", log, "--out", f"{log}.data")
     later = output_of("prepare", "log.csv", "--out", "later", "--time", "seen", "--test-after", "2026-01-20")
     assert "tests on later" not in later

@@ -316,8 +316,12 @@ def test_a_column_of_times_may_be_named(tmp_path: Path) -> None:
         made = PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / str(len(options)), **options)
         return {name: split.num_rows for name, split in prepare(made).splits.items()}
 
+    layout = read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path))
+    assert (layout.time, layout.other_times) == ("ts", ("seen",))
     layout = read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, time=["seen"]))
-    assert layout.time == "seen" and "another time" in layout.reasons["ts"]
+    assert (layout.time, layout.other_times) == ("seen", ("ts",)) and "another time" in layout.reasons["ts"]
+    layout = read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, ignore=["seen", "ts"]))
+    assert (layout.time, layout.other_times) == (None, ())
     assert split(test_after="2026-01-04") == {"train": 72, "test": 24}
     assert split(test_after="2026-01-04 12:00", time=["seen"]) == {"train": 84, "test": 12}
     for time, problem in ((["s*", "ts"], "rows have one time"), (["gone"], "has no column 'gone'")):

@@ -360,7 +360,6 @@ def progress_bar() -> Iterator[Progress]:
 def print_layout(layout: RawLayout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
     """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
     rows with times could be tested on later ones, where chance splits them."""
-    from meseta.data.schema.guess import OTHER_TIME
     from meseta.data.schema.schema import schema_text
 
     if not layout.reasons and not given:
@@ -372,9 +371,8 @@ def print_layout(layout: RawLayout, *, given: bool, by_chance: bool = False, com
             "to change that: --label, --dense, --sparse, --ignore or --time with names or patterns; or all of it in a "
             f"file: {command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
         )
-    others = [name for name in layout.ignored if OTHER_TIME in layout.reasons.get(name, "")]
-    if by_chance and (layout.time is not None or others):
-        option = "" if layout.time is not None else f"--time {others[0]} "
+    if by_chance and (layout.time is not None or layout.other_times):
+        option = "" if layout.time is not None else f"--time {layout.other_times[0]} "
         typer.echo(
             f"test rows are drawn by chance from all times; {option}--test-after TIME tests on later ones, as those of "
             "tomorrow will be"

@@ -108,6 +108,8 @@ class RawLayout:
     """Columns of which the numbers themselves are wanted, before anything is known of them."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are not read."""
+    other_times: tuple[str, ...] = field(default=(), compare=False)
+    """Ignored columns of times, each of which `--time` can make the one that splits go by; inferred."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Why a column was taken for what it is, where that was inferred."""
     delimiter: str = field(default=",", compare=False)

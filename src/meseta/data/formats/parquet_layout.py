@@ -35,7 +35,7 @@ from meseta.data.schema.guess import (
 )
 from meseta.data.schema.labels import raw_label_columns, with_signed_labels
 from meseta.data.schema.number_spelling import holds_whole_numbers, with_whole_numbers
-from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.schema.roles import NamedColumns, other_times_of, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
 from meseta.spec import MesetaError
 
@@ -55,10 +55,10 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     first = sources[0]
     where = f"source {str(first.path)!r}"
     types = _column_types(sources, schema)
-    reasons: dict[str, str] = {}
+    guesses: dict[str, Guess] = {}
     texts: dict[str, list[str]] = {}
     if schema is None:
-        schema, reasons, texts = _guessed(sources, types, named)
+        schema, guesses, texts = _guessed(sources, types, named)
     labels = raw_label_columns(where, schema.label_names, types.common.names)
     for name in _missing([*labels, *schema.columns, *schema.weights.values()], schema.ignore):
         types.check(name, as_ids=name in schema.categorical)
@@ -68,7 +68,8 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     check_exact(sources, types, layout.columns)
     layout = with_whole_numbers(layout, texts) if texts else layout
     kinds = layout.reasons
-    layout = replace(layout, reasons={name: f"{kinds[name]}: {reason}" for name, reason in reasons.items()} or kinds)
+    reasons = {name: f"{kinds[name]}: {reason}" for name, reason in reasons_of(guesses).items()}
+    layout = replace(layout, reasons=reasons or kinds, other_times=other_times_of(guesses))
     if not layout.plain_labels:
         return layout
     sample = parquet_sample(sources, layout.plain_labels)
@@ -109,8 +110,8 @@ def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 def _guessed(
     sources: Sequence[Source], types: ColumnTypes, named: NamedColumns
-) -> tuple[Schema, dict[str, str], dict[str, list[str]]]:
-    """The schema, the reasons for it, and sampled values of the columns."""
+) -> tuple[Schema, dict[str, Guess], dict[str, list[str]]]:
+    """The schema, the roles of the columns, and sampled values of them."""
     schema = types.common
     where = f"source {str(sources[0].path)!r}"
     labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
@@ -143,7 +144,7 @@ def _guessed(
         for weight, name in weights.items()
         if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
     }
-    return schema_of(labels, guesses, texts).model_copy(update={"weights": pairs}), reasons_of(guesses), texts
+    return schema_of(labels, guesses, texts).model_copy(update={"weights": pairs}), guesses, texts
 
 
 def _guess_by_name(name: str, weighed: str | None) -> Guess | None:

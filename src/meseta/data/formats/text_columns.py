@@ -8,7 +8,7 @@ from dataclasses import replace
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.guess import Guess, guess_column, guess_label, guess_label_by_values
 from meseta.data.schema.labels import raw_label_columns
-from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.schema.roles import NamedColumns, other_times_of, reasons_of, schema_of
 from meseta.data.schema.schema import Schema, check_names, layout_of
 from meseta.spec import MesetaError
 
@@ -64,7 +64,7 @@ def guessed_text_layout(
     reasons = reasons_of(guesses)
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
-    return replace(text_layout_of(where, schema, names), reasons=reasons)
+    return replace(text_layout_of(where, schema, names), reasons=reasons, other_times=other_times_of(guesses))
 
 
 def with_lists(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:

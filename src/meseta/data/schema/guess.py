@@ -25,6 +25,8 @@ class Guess(NamedTuple):
     """In a few words, on one line."""
     is_named: bool = False
     """Whether an option says so."""
+    is_time: bool = False
+    """Whether its values are times, which splits can go by."""
 
 
 NAMELESS = Guess("ignore", "it has no name")
@@ -49,8 +51,6 @@ WEIGHTS = ("sample_weight", "example_weight", "instance_weight", "row_weight", "
 TIMES = ("timestamp", "event_timestamp", "datetime", "event_time", "time", "date", "ts", "unixtime", "unix_time")
 GROUPS = ("qid",)
 
-OTHER_TIME = "makes it the one that splits go by"
-"""In the reason of a column of times that is ignored."""
 _FIRST_TIME_S = 1e8
 """Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
 PROVING_ROWS = 50
@@ -161,9 +161,9 @@ def only_one_each(guesses: Mapping[str, Guess]) -> dict[str, Guess]:
     taken: dict[Role, str] = {guess.role: name for name, guess in guesses.items() if guess.is_named}
     result: dict[str, Guess] = {}
     for name, guess in guesses.items():
-        role, reason, _ = guess
-        first = taken.setdefault(role, name) if role in ("weight", "group", "time") else name
-        result[name] = guess if first == name else Guess("ignore", f"another {role}, beside {first!r}: {reason}")
+        first = taken.setdefault(guess.role, name) if guess.role in ("weight", "group", "time") else name
+        reason = f"another {guess.role}, beside {first!r}: {guess.reason}"
+        result[name] = guess if first == name else Guess("ignore", reason, is_time=guess.is_time)
     return result
 
 
@@ -174,7 +174,7 @@ def guess_number_column(name: str, values: Sequence[float]) -> Guess | None:
     if known in WEIGHTS and values and all(v == 0 or SMALLEST_WEIGHT <= v <= LARGEST_WEIGHT for v in values):
         return Guess("weight", f"the name of a weight of samples: {shown}; if it is a feature, put it under dense")
     if known in TIMES and values and all(v >= _FIRST_TIME_S for v in values):
-        return Guess("time", f"the name of a time, in {_unit(values[0])}: {shown}")
+        return Guess("time", f"the name of a time, in {_unit(values[0])}: {shown}", is_time=True)
     if known in GROUPS and all(v == int(v) for v in values if math.isfinite(v)):
         return Guess("group", f"the name of a group: {shown}")
     return None
@@ -183,8 +183,8 @@ def guess_number_column(name: str, values: Sequence[float]) -> Guess | None:
 def guess_time(name: str, shown: str) -> Guess:
     """The role of a column of times; `shown` follows "a time"."""
     if name.lower() in TIMES:
-        return Guess("time", f"a time{shown}; only for splits")
-    return Guess("ignore", f"a time{shown}; --time {name} {OTHER_TIME}")
+        return Guess("time", f"a time{shown}; only for splits", is_time=True)
+    return Guess("ignore", f"a time{shown}; --time {name} makes it the one that splits go by", is_time=True)
 
 
 def guess_column(name: str, values: Sequence[str]) -> Guess:
@@ -208,7 +208,7 @@ def guess_column(name: str, values: Sequence[str]) -> Guess:
         return _guess_numbers(column)
     guess = column.nothing_to_learn or Guess("categorical", f"text: {_shown(present)}")
     hint = format_hint(present)
-    return guess if hint is None else Guess(guess.role, f"{guess.reason}; numbers if a --schema file says {hint}")
+    return guess if hint is None else guess._replace(reason=f"{guess.reason}; numbers if a --schema file says {hint}")
 
 
 @dataclass(frozen=True)

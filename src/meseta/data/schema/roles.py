@@ -106,6 +106,12 @@ def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], columns: Mapp
     )
 
 
+def other_times_of(guesses: Mapping[str, Guess]) -> tuple[str, ...]:
+    """The columns of times that are ignored."""
+    guesses = only_one_each(guesses)
+    return tuple(name for name, guess in guesses.items() if guess.role == "ignore" and guess.is_time)
+
+
 def reasons_of(guesses: Mapping[str, Guess]) -> dict[str, str]:
     """Column -> why it was taken for what it is."""
     return {name: guess.reason for name, guess in only_one_each(guesses).items()}
