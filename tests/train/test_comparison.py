@@ -207,18 +207,21 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
 
 
 def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name) for name in ("first", "cut", "begun", "torn")]
+    runs = [make_run(tmp_path / name) for name in ("first", "cut", "begun", "torn", "broken")]
     (runs[1] / "summary.json").unlink()
     for name in ("metrics.jsonl", "summary.json"):
         (runs[2] / name).unlink()
     (runs[3] / "dataset.json").write_text("{")
+    (runs[4] / "summary.json").write_text("{")
     comparison = compare_runs(runs)
     text = "\n".join(comparison.notes)
     assert "cut has not ended, or was interrupted: its figures are those of step 40." in text
     assert "begun has no evaluation yet" in text and "torn, dataset.json: it is not valid JSON" in text
+    assert "broken, summary.json: it is not valid JSON" in text and "broken has not ended" not in text
+    assert "cut, summary.json" not in text
     assert comparison.to_dict()["runs"][2]["metrics"]["auc"] is None
     page = write_comparison(comparison, tmp_path / "page.html").read_text()
-    assert "begun has no evaluation yet" in page
+    assert "begun has no evaluation yet" in page and page.count(", not ended</span>") == 2
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:

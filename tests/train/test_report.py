@@ -316,6 +316,7 @@ def test_a_broken_file_is_named(tmp_path: Path, broken: str, content: str) -> No
     page = report(tmp_path)
     if not (broken == "environment.json" and content.startswith('{"')):  # any mapping is an environment
         assert f"{broken}: " in page.text
+    assert "This run has not ended" not in page.text
 
 
 def test_an_interrupted_run(tmp_path: Path) -> None:

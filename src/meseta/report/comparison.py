@@ -28,6 +28,7 @@ from meseta.telemetry.figures import METRICS, Metric, metrics_in
 from meseta.telemetry.lines import Figures
 from meseta.telemetry.shown import drawable, fixed
 from meseta.telemetry.splits import EVALUATED, TEST, VALID, choosing_split
+from meseta.telemetry.summary import SUMMARY_NAME
 
 
 class EvaluationPart(NamedTuple):
@@ -230,15 +231,15 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
     notes = []
     for run in runs:
         record = run.record
-        if not run.head.is_done:
+        if record.is_unfinished:
             at = f"its figures are those of step {record.train[-1].step:,}" if record.train else "no step is logged"
             notes.append(f"{run.label} has not ended, or was interrupted: {at}.")
         if run.head.evaluation is None:
             notes.append(f"{run.label} has no evaluation yet, so it has no metrics here.")
-        missing = [
-            name for name in RUN_FILES if name in record.problems and (run.head.is_done or name != RUN_FILES[-1])
-        ]
-        notes += [f"{run.label}, {name}: {record.problems[name]}." for name in missing]
+        missing = [name for name in RUN_FILES if name in record.problems]
+        if record.is_unfinished:
+            missing.remove(SUMMARY_NAME)
+        notes += [f"{run.label}, {name}: {record.problems[name].text}." for name in missing]
     return notes
 
 

@@ -83,7 +83,7 @@ def _legend(runs: Sequence[ComparedRun]) -> str:
 
 def _facts(run: ComparedRun) -> str:
     model, batch = run.record.setting("model.name"), run.record.setting("train.batch_size")
-    known = [model, f"batch {batch}" if batch is not None else None, None if run.head.is_done else "not ended"]
+    known = [model, f"batch {batch}" if batch is not None else None, "not ended" if run.record.is_unfinished else None]
     return ", ".join(str(fact) for fact in known if fact)
 
 

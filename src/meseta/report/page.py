@@ -53,7 +53,7 @@ def render(record: RunRecord) -> str:
     ]
     body = [_header(record), _problems(record), _tiles(record)]
     for title, build, file, absence in sections:
-        problem = f" ({file}: {record.problems[file]})" if file in record.problems else ""
+        problem = f" ({file}: {record.problems[file].text})" if file in record.problems else ""
         content = build(record) or tag("p", text(f"Not shown: {absence}{problem}."), class_="absent")
         body.append(tag("section", tag("h2", text(title)), content, id=title.lower().replace(" ", "-")))
     return document(f"{record.name}: Meseta run", *body)
@@ -121,10 +121,11 @@ def _header(record: RunRecord) -> str:
 
 def _problems(record: RunRecord) -> str:
     notes = []
-    if record.summary is None and record.problems.get("summary.json", "").startswith("it is not"):
+    if record.is_unfinished:
         step = f"The last line of its metrics is of step {record.train[-1].step:,}. " if record.train else ""
         notes.append(f"This run has not ended, or was interrupted. {step}Figures are those so far.")
-    notes += [f"{name}: {record.problems[name]}." for name in (*RUN_FILES, TIMELINE_NAME) if name in record.problems]
+    files = (*RUN_FILES, TIMELINE_NAME)
+    notes += [f"{name}: {record.problems[name].text}." for name in files if name in record.problems]
     return tag("ul", *(tag("li", text(note)) for note in notes), class_="problems") if notes else ""
 
 

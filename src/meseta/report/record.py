@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +23,20 @@ from meseta.telemetry.trace_events import TraceDocument
 
 RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_NAME, ENVIRONMENT_NAME, METRICS_NAME, SUMMARY_NAME)
 _OWN_FILES = ("config.yaml", PLAN_NAME, METRICS_NAME, SUMMARY_NAME)  # no prepared dataset has these
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """A reason why the page does without a file of a run, or without a part of it."""
+
+    kind: Literal["missing", "unreadable", "invalid"]
+    """`unreadable` if the system cannot read the file, `invalid` if its content is wrong."""
+    text: str
+    """In lower case and without a full stop."""
+
+
+Problems = dict[str, FileProblem]
+"""By file name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +59,13 @@ class RunRecord:
     """As `train`, one per step and split."""
     timeline: Timeline | None
     """None where no step was profiled."""
-    problems: dict[str, str]
-    """File name -> why the page does without it, or without a part of it."""
+    problems: Problems
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there is no summary.json, which a run writes at its end."""
+        problem = self.problems.get(SUMMARY_NAME)
+        return problem is not None and problem.kind == "missing"
 
     def is_best(self, line: EvalLine) -> bool:
         """Whether an evaluation is the best of those that chose; known when a run has ended."""
@@ -67,7 +86,7 @@ def read_run(run_dir: Path) -> RunRecord:
             f"report: {str(run_dir)!r} holds no run: none of {', '.join(_OWN_FILES)} is there; "
             "give the run_dir of a training run"
         )
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     config = _read(run_dir, "config.yaml", problems)
     config_text = None if config is None else config.decode(errors="replace")
     train, evals = _read_metrics(run_dir, problems)
@@ -86,7 +105,7 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
-def _read(run_dir: Path, name: str, problems: dict[str, str]) -> bytes | None:
+def _read(run_dir: Path, name: str, problems: Problems) -> bytes | None:
     try:
         return read_bounded(run_dir / name)
     except OSError as error:
@@ -94,50 +113,54 @@ def _read(run_dir: Path, name: str, problems: dict[str, str]) -> bytes | None:
     return None
 
 
-def _unreadable(error: OSError) -> str:
+def _unreadable(error: OSError) -> FileProblem:
     if isinstance(error, FileNotFoundError):
-        return "it is not in the run directory"
-    return f"it cannot be read: {error.strerror}"
+        return FileProblem("missing", "it is not in the run directory")
+    return FileProblem("unreadable", f"it cannot be read: {error.strerror}")
 
 
-def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
+def _invalid(text: str) -> FileProblem:
+    return FileProblem("invalid", text)
+
+
+def _document(run_dir: Path, name: str, problems: Problems) -> Any:
     content = _read(run_dir, name, problems)
     if content is None:
         return None
     try:
         return parse_json(content, finite=False)
     except ValueError as error:
-        problems[name] = f"it is not valid JSON: {error}"
+        problems[name] = _invalid(f"it is not valid JSON: {error}")
         return None
 
 
 T = TypeVar("T", bound=BaseModel)
 
 
-def _entry(run_dir: Path, name: str, kind: type[T], problems: dict[str, str]) -> T | None:
+def _entry(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:
     document = _document(run_dir, name, problems)
     if document is None:
-        problems.setdefault(name, "it holds nothing")
+        problems.setdefault(name, _invalid("it holds nothing"))
         return None
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        problems[name] = _explain(error)
+        problems[name] = _invalid(_explain(error))
         return None
 
 
-def _plan(run_dir: Path, problems: dict[str, str]) -> Plan | None:
+def _plan(run_dir: Path, problems: Problems) -> Plan | None:
     document = _document(run_dir, PLAN_NAME, problems)
     if isinstance(document, dict):
         try:
             return read_written_plan(document)[0]
         except MesetaError as error:
-            problems[PLAN_NAME] = str(error)
-    problems.setdefault(PLAN_NAME, "it does not hold a mapping")
+            problems[PLAN_NAME] = _invalid(str(error))
+    problems.setdefault(PLAN_NAME, _invalid("it does not hold a mapping"))
     return None
 
 
-def _timeline(run_dir: Path, problems: dict[str, str]) -> Timeline | None:
+def _timeline(run_dir: Path, problems: Problems) -> Timeline | None:
     """None without a problem where there is no such file: most runs have none."""
     if not os.path.lexists(run_dir / TIMELINE_NAME):
         return None
@@ -151,18 +174,18 @@ def _explain(error: ValidationError) -> str:
     return f"key {key!r}: {first['msg'].lower()}" if key else first["msg"].lower()
 
 
-def _parse_config(content: str | None, problems: dict[str, str]) -> dict[str, Any]:
+def _parse_config(content: str | None, problems: Problems) -> dict[str, Any]:
     if content is None:
         return {}
     try:
         document = parse_yaml(content)
     except MesetaError as error:
-        problems["config.yaml"] = str(error)
+        problems["config.yaml"] = _invalid(str(error))
         return {}
     return document if isinstance(document, dict) else {}
 
 
-def _read_metrics(run_dir: Path, problems: dict[str, str]) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:
+def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:
     """Lines by step. A killed run may leave half a line, and a resumed one repeats steps: the later line wins."""
     train: dict[int, TrainLine] = {}
     evals: dict[tuple[int, str], EvalLine] = {}
@@ -178,7 +201,7 @@ def _read_metrics(run_dir: Path, problems: dict[str, str]) -> tuple[tuple[TrainL
     except OSError as error:
         problems[METRICS_NAME] = _unreadable(error)
     if spoiled:
-        problems[METRICS_NAME] = f"{told_spoiled(spoiled)} left out"
+        problems[METRICS_NAME] = _invalid(f"{told_spoiled(spoiled)} left out")
     return tuple(train[step] for step in sorted(train)), tuple(evals[key] for key in sorted(evals))
 
 
