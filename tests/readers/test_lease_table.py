@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.read.served.messages import SLOW, Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
+from meseta.data.read.served.messages import Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
 from meseta.readers import lease_table
 from meseta.readers.lease_table import KEPT_WINDOWS, LOST_S, SHUN_S, LeaseTable
 from meseta.readers.sessions import GONE_S
@@ -86,10 +87,24 @@ def test_windows_of_a_silent_reader_go_to_others(table: LeaseTable, clock: Clock
     assert set(of(table, 0, 1, 2).values()) == {"b"}
 
 
-@pytest.mark.parametrize(("what", "why"), [(SLOW, "slow"), ("the link broke", "lost")])
-def test_trouble_moves_a_window_and_keeps_the_run_away(table: LeaseTable, clock: Clock, what: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        ({"kind": "slow"}, "slow"),
+        ({"kind": "failed", "what": "the link broke"}, "lost"),
+        ({"kind": "failed", "what": "slow"}, "lost"),
+        ({"what": "slow"}, "slow"),  # of an older version, as is the next one
+        ({"what": "the link broke"}, "lost"),
+    ],
+)
+def test_trouble_moves_a_window_and_keeps_the_run_away(
+    table: LeaseTable, clock: Clock, document: dict[str, str], why: str
+) -> None:
     reader = of(table, 7)[7]
-    trouble = ReaderTrouble(window=7, reader=reader, what=what)
+    request = asked(7).model_dump(mode="json") | {"troubles": [{"window": 7, "reader": reader, **document}]}
+    received = LeaseRequest.from_bytes(json.dumps(request).encode(), "trainer")
+    assert LeaseRequest.from_bytes(received.to_bytes(), "trainer") == received
+    [trouble] = received.troubles
     moved = of(table, 7, troubles=(trouble,))[7]
     assert moved != reader and table.num_moved == {why: 1}
     assert of(table, 7, rank=1, troubles=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
@@ -111,7 +126,7 @@ def test_a_reader_that_leaves_gives_what_it_has_and_gets_no_more(table: LeaseTab
         table.beat(beat(name).model_copy(update={"is_leaving": True}))
     assert of(table, 20) == {}, "they would never be done"
     [kept] = [window for window, reader in before.items() if reader == "a"]
-    assert of(table, kept, troubles=(ReaderTrouble(window=kept, reader="a", what=SLOW),)) == {kept: "a"}
+    assert of(table, kept, troubles=(ReaderTrouble(window=kept, reader="a", kind="slow"),)) == {kept: "a"}
 
 
 def test_who_comes_later_does_not_have_to_catch_up(clock: Clock) -> None:
@@ -146,7 +161,7 @@ def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
     table = LeaseTable(clock)
     table.beat(beat("a"))
     assert of(table, 0) == {0: "a"}
-    assert of(table, 0, troubles=(ReaderTrouble(window=0, reader="a", what=SLOW),)) == {0: "a"}
+    assert of(table, 0, troubles=(ReaderTrouble(window=0, reader="a", kind="slow"),)) == {0: "a"}
 
 
 def test_ranks_of_a_former_attempt_are_turned_away(table: LeaseTable) -> None:
@@ -186,7 +201,7 @@ def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.M
     assert num_leases(table) == 3
     for run in "pqrstu":
         reader = of(table, 7, run=run)[7]
-        of(table, 7, run=run, troubles=(ReaderTrouble(window=7, reader=reader, what="broken"),))
+        of(table, 7, run=run, troubles=(ReaderTrouble(window=7, reader=reader, kind="failed", what="broken"),))
     assert num_leases(table) == 3
     table.beat(beat("d"))
     with pytest.raises(MesetaError, match="there are 4 readers, the most that a dispatcher knows"):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from meseta.data.read.served.messages import (
-    SLOW,
     Beat,
     LeaseRequest,
     Leases,
@@ -116,7 +115,7 @@ class LeaseTable:
             leases = self._leases_of(request)
             for trouble in request.troubles:
                 if leases.get(trouble.window) == trouble.reader:
-                    why: WhyMoved = "slow" if trouble.what == SLOW else "lost"
+                    why: WhyMoved = "slow" if trouble.kind == "slow" else "lost"
                     self._relieve(request.session.run, leases, trouble.window, why)
             answer, turn = [], self._turn(request.session.run, at_work)
             for window in request.windows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meseta.data.read.options import LastBatch, ReaderOptions
 from meseta.errors import MesetaError, shown
@@ -187,17 +187,24 @@ class TableRequest(Message):
     """Whose vocabulary; None: the bits of the rows that training looks up."""
 
 
-SLOW = "slow"
-"""A trouble: the reader is there, and sends nothing."""
-
-
 class ReaderTrouble(Message):
     """What a rank met at the reader of a window."""
 
     window: Number
     reader: Name
     """Its URL."""
-    what: str = Field(max_length=4096)
+    kind: Literal["slow", "failed"]
+    """`slow` if the reader is there, and sends nothing."""
+    what: str = Field(default="", max_length=4096)
+    """Text of the error at a reader that failed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_kind(cls, document: Any) -> Any:
+        # Trainers of older versions send no kind, and "slow" in place of an error.
+        if isinstance(document, dict) and "kind" not in document:
+            return {**document, "kind": "slow" if document.get("what") == "slow" else "failed"}
+        return document
 
 
 class LeaseRequest(Message):

@@ -21,7 +21,6 @@ from meseta.data.read.order import EpochOrder
 from meseta.data.read.rows import Rows, concatenate
 from meseta.data.read.served.connection import Connection, Unreachable
 from meseta.data.read.served.messages import (
-    SLOW,
     LeaseRequest,
     Leases,
     ReaderTrouble,
@@ -375,9 +374,9 @@ class ServedRows:
             self._count_wait(window)
             window.close()
             self._dispatcher.forget(reader)
-            return self._open([ReaderTrouble(window=index, reader=reader, what=str(came)[:4096])])
-        what = [ReaderTrouble(window=index, reader=reader, what=SLOW)] if wait.is_long() else []
-        leases = self._lease([index], what).leases
+            return self._open([ReaderTrouble(window=index, reader=reader, kind="failed", what=str(came)[:4096])])
+        troubles = [ReaderTrouble(window=index, reader=reader, kind="slow")] if wait.is_long() else []
+        leases = self._lease([index], troubles).leases
         if leases and leases[0].reader != reader:
             self._count_wait(window)
             window.close()
