@@ -15,6 +15,7 @@ import pytest
 from fuse_server import fuse_mount
 from meseta.machine.waits.activity import activity, read_activities, this_process, waiting_for
 from meseta.machine.waits.blocked_calls import blocked_calls
+from meseta.telemetry.watching import stalls
 from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, STALL_S, StallWatch, WatchedProcess
 from sampling import sample
 from stalled_disk import loop_disk
@@ -165,6 +166,32 @@ def test_requests_and_phases(tmp_path: Path) -> None:
     thread.join()
     assert read_activities(this_process.content()) == []
     assert [line[:25] for line in watch.look([WatchedProcess(os.getpid())], 20.0)] == ["note: s3://bucket answers"]
+
+
+def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported once, also if what is known of it changes meanwhile."""
+    watch, entered, ended = StallWatch(), threading.Event(), threading.Event()
+
+    def read() -> None:
+        with waiting_for("/mnt/data/file", "read"):
+            entered.set()
+            ended.wait()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert entered.wait(10)
+    time.sleep(0.05)
+    said = []
+    for look in range(10):
+        about = "nfs on server" if look < 8 else ""
+        monkeypatch.setattr(stalls, "mount_of", lambda _, about=about: ("/mnt/data", about))
+        said += watch.look([WatchedProcess(os.getpid(), read_activities(this_process.content()))], look * 2.5)
+    ended.set()
+    thread.join()
+    said += watch.look([WatchedProcess(os.getpid())], 30.0)
+    assert len(said) == 2 and "15 s for the file system at '/mnt/data' (nfs on server): " in said[0], said
+    assert "; check the disk or server behind it; " in said[0]
+    assert said[1] == "note: the file system at '/mnt/data' (nfs on server) answers again, after 30 s"
 
 
 def test_progress_of_a_request(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -51,6 +51,18 @@ class WatchedProcess:
         return at if self.rank is None else f"rank {self.rank} on {socket.gethostname()} ({at})"
 
 
+@dataclass(frozen=True)
+class StallCause:
+    """Storage that does not answer. Two causes are equal if their locations are."""
+
+    location: str
+    """Mount point or URL of a store; '' for the disk of the memory of a process."""
+    text: str = field(compare=False)
+    """Noun phrase for messages."""
+    is_remote: bool = field(default=False, compare=False)
+    """Whether it is a store at a URL."""
+
+
 @dataclass
 class _Wait:
     """A call or request in which one thread sleeps."""
@@ -86,7 +98,7 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._waits: dict[tuple[int, int, str], _Wait] = {}
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[StallCause, _Episode] = {}
         self._looked_s: float | None = None
 
     def look(self, processes: Sequence[WatchedProcess], now_s: float) -> list[str]:
@@ -98,13 +110,13 @@ class StallWatch:
                 key = watched.process, wait.thread, arguments
                 waits[key] = _continued(self._waits.get(key), wait, passed_s)
         self._waits = waits
-        by_cause: dict[str, list[_Wait]] = {}
+        by_cause: dict[StallCause, list[_Wait]] = {}
         for wait in waits.values():
             if now_s - wait.moved_s >= STALL_S:
                 by_cause.setdefault(_cause(wait.target), []).append(wait)
         return [*self._warnings(by_cause, now_s), *self._notes(by_cause, now_s)]
 
-    def _warnings(self, by_cause: Mapping[str, Sequence[_Wait]], now_s: float) -> list[str]:
+    def _warnings(self, by_cause: Mapping[StallCause, Sequence[_Wait]], now_s: float) -> list[str]:
         lines = []
         for cause, waits in by_cause.items():
             first = min(waits, key=lambda wait: (not wait.call, wait.moved_s))  # a page fault does not tell its file
@@ -115,10 +127,10 @@ class StallWatch:
                 lines.append(f"warning: {_report(cause, first, waits, now_s)}")
         return lines
 
-    def _notes(self, by_cause: Mapping[str, Sequence[_Wait]], now_s: float) -> list[str]:
+    def _notes(self, by_cause: Mapping[StallCause, Sequence[_Wait]], now_s: float) -> list[str]:
         ended = [cause for cause in self._episodes if cause not in by_cause]
         seconds = {cause: now_s - self._episodes.pop(cause).began_s for cause in ended}
-        return [f"note: {cause} answers again, after {duration(passed)}" for cause, passed in seconds.items()]
+        return [f"note: {cause.text} answers again, after {duration(passed)}" for cause, passed in seconds.items()]
 
 
 def _waits(watched: WatchedProcess, now_s: float) -> list[tuple[_Wait, str]]:
@@ -147,18 +159,18 @@ def _continued(former: _Wait | None, wait: _Wait, passed_s: float) -> _Wait:
     return wait
 
 
-def _cause(target: str) -> str:
-    """What does not answer, for a message."""
+def _cause(target: str) -> StallCause:
     if not target:
-        return "the disk of its memory"
+        return StallCause("", "the disk of its memory")
     if not target.startswith("/"):
         parts = urlsplit(target)
-        return f"{parts.scheme}://{parts.netloc}"
+        url = f"{parts.scheme}://{parts.netloc}"
+        return StallCause(url, url, is_remote=True)
     place, about = mount_of(target)
-    return f"the file system at {place!r}{f' ({about})' if about else ''}"
+    return StallCause(place, f"the file system at {place!r}{f' ({about})' if about else ''}")
 
 
-def _report(cause: str, first: _Wait, waits: Sequence[_Wait], now_s: float) -> str:
+def _report(cause: StallCause, first: _Wait, waits: Sequence[_Wait], now_s: float) -> str:
     """One line."""
     watched = first.watched
     phases = [one for one in watched.activities if not one.target]
@@ -166,9 +178,9 @@ def _report(cause: str, first: _Wait, waits: Sequence[_Wait], now_s: float) -> s
     phase = " and ".join(dict.fromkeys(one.name for one in (own[-1:] or phases)))
     others = sorted({w.watched.rank for w in waits if w.watched.rank is not None} - {watched.rank})
     more = f"; rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))} too" if others else ""
-    check = "the disk or server behind it" if cause.startswith("the ") else "the network and the store"
+    check = "the network and the store" if cause.is_remote else "the disk or server behind it"
     return (
-        f"{watched.name} has waited {duration(round(now_s - first.moved_s))} for {cause}: {first.text}"
+        f"{watched.name} has waited {duration(round(now_s - first.moved_s))} for {cause.text}: {first.text}"
         f"{f', while {phase}' if phase else ''}{more}; check {check}; the run continues when it answers"
     )
 
