@@ -42,22 +42,29 @@ class Trouble:
     """Those to blame."""
     text: str
     """In one line, without what is done about it."""
+    sequence_number: int | None = None
+    """Number in its lane of the transfer that ranks are at other ones than; `None` unless they are astray."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Value that stays the same while the trouble lasts, unlike the text."""
+        return (self.kind, self.ranks, self.sequence_number)
 
 
 class Settling:
     """Ranks that are astray are given the time to say so themselves, which most do within milliseconds."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self._identity: tuple[object, ...] | None = None
         self._since_s = 0.0
 
     def lasting(self, trouble: Trouble | None, now_s: float) -> Trouble | None:
         """What is to be told of what was found now."""
         if trouble is None or trouble.kind != "astray":
-            self._text = ""
+            self._identity = None
             return trouble
-        if trouble.text != self._text:
-            self._text, self._since_s = trouble.text, now_s
+        if trouble.identity != self._identity:
+            self._identity, self._since_s = trouble.identity, now_s
         return trouble if now_s - self._since_s >= SETTLE_S else None
 
 
@@ -84,7 +91,8 @@ def find_astray(states: States) -> Trouble | None:
     usual = Counter(transfer.past for transfer in by_rank.values()).most_common(1)[0][0]
     others = [rank for rank, transfer in by_rank.items() if transfer.past == usual]
     blamed = tuple(rank for rank in by_rank if rank not in others)
-    return Trouble("astray", blamed, _astray_text(states, by_rank, blamed[0], others))
+    text = _astray_text(states, by_rank, blamed[0], others)
+    return Trouble("astray", blamed, text, sequence_number=by_rank[blamed[0]].place)
 
 
 def _find_circle(states: States) -> Trouble | None:
@@ -109,7 +117,7 @@ def _find_circle(states: States) -> Trouble | None:
         f"{named(states, rank)} is at {place(states[rank])}{_last(states[rank])}, number {waits[rank].place} of its "
         f"lane, which others do not begin before it comes to theirs{_and_who(states, (rank,))}; {_SAME_ORDER}"
     )
-    return Trouble("astray", blamed, text)
+    return Trouble("astray", blamed, text, sequence_number=waits[rank].place)
 
 
 def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s: float) -> Trouble | None:

@@ -1,0 +1,56 @@
+"""How long ranks at different transfers are left alone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from meseta.telemetry.diagnosis import SETTLE_S, Settling, Trouble, find_astray
+from meseta.telemetry.rank_record import SIZE, RankRecord, RankState, Sending, read_state
+
+ROWS = (0, "rows")
+
+
+@pytest.fixture
+def records() -> Iterator[list[RankRecord]]:
+    records = []
+    for rank in range(3):
+        with tempfile.TemporaryFile() as file:
+            os.ftruncate(file.fileno(), SIZE)
+            records.append(RankRecord(os.dup(file.fileno()), rank, 3))
+    yield records
+    for record in records:
+        os.close(record.descriptor)
+
+
+def states(records: list[RankRecord]) -> dict[int, RankState]:
+    return {
+        record.rank: read_state(os.pread(record.descriptor, SIZE, 0), f"of rank {record.rank}") for record in records
+    }
+
+
+def test_the_grace_period_does_not_begin_again_when_more_ranks_wait(records: list[RankRecord]) -> None:
+    settling, texts = Settling(), []
+    for record, name in zip(records, ("ids", "ids", "norms"), strict=True):
+        record.begin(ROWS, 7, Sending("counts"))
+        record.begin(ROWS, 7, Sending(name))
+    for now_s in (0.0, SETTLE_S / 2, SETTLE_S):
+        trouble = find_astray(states(records))
+        assert trouble is not None and (trouble.ranks, trouble.sequence_number) == ((2,), 2)
+        assert settling.lasting(trouble, now_s) == (trouble if now_s == SETTLE_S else None)
+        texts.append(trouble.text)
+        records[len(texts) - 1].wait(ROWS[0], 2)
+    assert len({*texts}) == 3
+
+
+def test_the_grace_period_begins_again_for_another_transfer_or_after_none() -> None:
+    settling = Settling()
+    first, second = (Trouble("astray", (2,), "rank 2 is astray", number) for number in (4, 5))
+    stuck = Trouble("stuck", (2,), "rank 2 is stuck")
+    looks = [(first, None), (first, None), (second, None), (second, None), (None, None), (second, None)]
+    looks += [(stuck, stuck), (second, None), (second, None), (second, second)]
+    for number, (found, expected) in enumerate(looks):
+        assert settling.lasting(found, number * SETTLE_S / 2) is expected, number
