@@ -8,7 +8,7 @@ import signal
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from zlib import crc32
@@ -82,6 +82,17 @@ def test_long_names_are_cut_between_characters(file: int) -> None:
     assert kept.tables == "ñ" * 38 + "..."
     RankRecord(file, 0, 2).begin(ROWS, 0, Sending("ids", tables=("b\x1b[2J",)))
     assert read_state(content(file), "here").transfers[-1].tables == "b?[2J"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "included"),
+    [(None, range(100)), ((0, 12), (0, 12)), ((), range(100)), (tuple(range(50)), range(100))],
+)
+def test_ranks_of_a_transfer(file: int, ranks: tuple[int, ...] | None, included: Sequence[int]) -> None:
+    """Without a list, or with one that is too long for the record, any rank may take part."""
+    RankRecord(file, 0, 100).begin(ROWS, 0, Sending("ids", ranks=ranks))
+    (kept,) = read_state(content(file), "here").transfers
+    assert [rank for rank in range(100) if kept.includes_rank(rank)] == list(included)
 
 
 def die_writing(path: str) -> None:

@@ -247,7 +247,7 @@ def _lane_name(state: RankState, wait: Wait) -> str:
 def _behind(states: States, rank: int, wait: Wait) -> list[int]:
     """The other ranks that take part in what a rank waits for, and have not begun it."""
     transfer = waited_for(states[rank], wait)
-    others = [r for r in states if r != rank and (transfer is None or _takes_part(transfer, r))]
+    others = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
     return [r for r in others if states[r].num_begun(wait.lane) < wait.place]
 
 
@@ -257,11 +257,6 @@ def _late(states: States, rank: int, wait: Wait) -> tuple[int, ...]:
     behind = _behind(states, rank, wait)
     free = [r for r in behind or states if r != rank and not states[r].waits]
     return tuple(free or behind)
-
-
-def _takes_part(transfer: KeptTransfer, rank: int) -> bool:
-    listed = transfer.ranks.split(", ")
-    return not transfer.ranks or transfer.ranks.endswith("...") or str(rank) in listed
 
 
 def _silent_text(states: States, rank: int, seconds: float) -> str:

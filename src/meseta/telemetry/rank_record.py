@@ -110,7 +110,7 @@ class KeptTransfer:
     tables: str
     """Whose rows travel."""
     ranks: str
-    """Between whom, where not all."""
+    """Between whom, where not all; "..." at the end if they are too many for the record."""
     lane_name: str
     past: int
     """Of it and all before it in its lane, by what all ranks have alike: ranks that ever differed have others."""
@@ -122,6 +122,10 @@ class KeptTransfer:
     def agreed(self) -> tuple[object, ...]:
         """What all ranks have alike."""
         return (self.name, self.step, self.batch, self.dtype, self.count)
+
+    def includes_rank(self, rank: int) -> bool:
+        """Whether a rank takes part. If the record does not name all ranks, any may."""
+        return not self.ranks or self.ranks.endswith("...") or str(rank) in self.ranks.split(", ")
 
     def shown(self) -> str:
         """'ids' of tables user, item."""
