@@ -208,7 +208,7 @@ def test_finds(kind: str) -> None:
         ),
         ('print("a", f"{x:.2f} s")', 'print("b", f"took {x:.2f} seconds")'),
         ('option(x, help="a")', 'option(x, help="b")'),
-        ('log.warning("a")', 'log.warning("b")'),
+        ('log.warning("a b")', 'log.warning("b c")'),
         ('return [LateError(", ".join(f"{z} a" for z in y))]', 'return [LateError("; ".join(f"b {z}" for z in y))]'),
         ('refuse(x, "a")', 'refuse(x, "b")'),
         ('raise ValueError(reason("a"))', 'raise ValueError(reason("b"))'),
@@ -241,6 +241,8 @@ def f(x, y):
         ('why = "a"\n    raise ValueError(y[why])', 'why = "b"\n    raise ValueError(y[why])'),
         ('open(x, "r")', 'open(x, "w")'),
         ("print(x, sep=y)", "print(y, sep=x)"),
+        ('print("a", end="")', 'print("a", end="b")'),
+        ('note("key", "a text")', 'note("other", "a text")'),
     ],
 )
 def test_other_parts_of_messages_may_not_change(before: str, after: str) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from tree_compare.literals import is_text, last_name
 from tree_compare.scopes import Function, arguments
 
-MESSAGE_CALLS = {"print", "echo", "secho", "warn", "log", "debug", "info", "warning", "error", "exception", "critical"}
-MESSAGE_CALLS |= {"note"}
+PRINT_CALLS = {"print", "echo", "secho"}
+MESSAGE_CALLS = PRINT_CALLS | {"warn", "warning", "log", "debug", "info", "error", "exception", "critical", "note"}
 MESSAGE_KEYWORDS = {"help"}
 # Report calls: the positions of their arguments that are texts.
 REPORT_CALLS = {"tag": range(1, 20), "text": range(20), "escape": range(20)}
@@ -114,8 +114,15 @@ class TextPositions(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _mark_arguments(self, node: ast.Call) -> None:
-        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-            self.mark(argument)
+        """Mark the texts of a message call. A single word may be a key, except where everything is printed."""
+        name = last_name(node.func)
+        is_error = name not in MESSAGE_CALLS
+        for argument in node.args:
+            if is_error or name in PRINT_CALLS or not _is_word(argument):
+                self.mark(argument)
+        for keyword in node.keywords if is_error else ():
+            if not _is_word(keyword.value):
+                self.mark(keyword.value)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self._class = self._class, node.name
@@ -172,6 +179,10 @@ class TextPositions(ast.NodeVisitor):
         loads = self._rules.parts(node).loads if self._rules.writes_messages(node) else []
         texts = {load.id for load in loads} - {load.id for load in loads if load not in self.nodes}
         self.parameters[name].append({(i, name) for i, name in enumerate(parameters) if name in texts})
+
+
+def _is_word(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
 
 
 def _returns(node: Function) -> Iterator[ast.expr]:
