@@ -46,7 +46,8 @@ def spelling_of(draw: st.DrawFn, number: int) -> str:
         digits = digits.zfill(shift + 1)
         text = f"{digits[:-shift]}.{digits[-shift:]}" + draw(st.sampled_from(["", "0", "00"]))
     else:
-        text = digits + "0" * -shift + draw(st.sampled_from(["", ".", ".0", ".000"]))
+        zeros = "0" * -shift if number else ""  # 00 has a zero in front, which is kept
+        text = digits + zeros + draw(st.sampled_from(["", ".", ".0", ".000"]))
     if text.startswith("0.") and draw(st.booleans()):
         text = text[1:] if any(sign.isdigit() for sign in text[2:]) else text
     exponent = (
