@@ -71,6 +71,7 @@ def test_names_are_text(name: Any) -> None:
         (lambda: OptimizerSpec(eps=-1e-8), "eps must not be negative"),
         (lambda: OptimizerSpec(initial_accumulator=None), "initial_accumulator must be a finite number, got None"),
         (lambda: OptimizerSpec(name="adamw", weight_decay_mode="decoupled"), "does not use weight_decay_mode"),
+        (lambda: OptimizerSpec(name="frozen", lr=0.1), "or keep the optimizer of a resumed run and set lr=0"),
         (lambda: OptimizerSpec(name="sgd", momentum=1.0), "momentum must be in [0, 1), got 1.0"),
         (lambda: OptimizerSpec(name="sgd", weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
         (lambda: OptimizerSpec(weight_decay_mode="couple"), "did you mean 'coupled'?"),

@@ -172,7 +172,9 @@ class OptimizerSpec:
             default = {} if entry.name == "options" else entry.default
             value = getattr(self, entry.name)
             if entry.name not in ("name", *used) and value != default:
+                # A resumed run keeps its optimizer, whose states a checkpoint has.
+                freezing = ", or keep the optimizer of a resumed run and set lr=0" if self.name == "frozen" else ""
                 raise MesetaError(
-                    f"{owner} does not use {entry.name}, which is {value!r}; "
-                    f"leave it out, or choose an optimizer that does (this one uses {', '.join(used) or 'none'})"
+                    f"{owner} does not use {entry.name}, which is {value!r}; leave it out, "
+                    f"or choose an optimizer that does (this one uses {', '.join(used) or 'none'}){freezing}"
                 )
