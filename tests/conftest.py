@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
+import gc
 import signal
 import sys
 import tempfile
@@ -34,6 +35,8 @@ if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argume
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+
+import sampling
 
 # Without a GPU, Triton's kernels run in its interpreter; this is read when Triton is imported, as torch.compile does.
 if not torch.cuda.is_available():
@@ -61,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples in `make test`, many in `make soak`; the same ones every time."""
+    sampling.leaves_soak_out = config.option.markexpr == "not soak"
     if os.environ.get("MESETA_SOAK"):  # beartype asks it, in threads beside a property test
         config.addinivalue_line("filterwarnings", "ignore:Do not use the .random. module")
     if find_spec("hypothesis"):
@@ -93,6 +97,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min((ranks[path] for path in (item.path, *item.path.parents) if path in ranks), default=len(ranks))
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect without garbage collections, and leave the millions of objects out of later ones: they stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header() -> str:

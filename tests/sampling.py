@@ -17,16 +17,23 @@ def product(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
+leaves_soak_out = False
+"""Whether no case marked soak is wanted. Collecting the thousands of them takes seconds in each process of tests."""
+
+
 def sample(matrix: Iterable[Any], k: int, seed: int) -> list[Any]:
     """All cases of `matrix` for pytest.mark.parametrize: k of them as they are, the others marked soak.
 
-    The choice is a function of (length of the matrix, k, seed) alone, and the order of the matrix is kept.
+    The choice is a function of (length of the matrix, k, seed) alone, and the order of the matrix is kept. With
+    `leaves_soak_out` the others are left out, except for one if nothing is chosen: pytest skips a test without cases.
     """
     cases = list(matrix)
     chosen = set(random.Random(seed).sample(range(len(cases)), min(k, len(cases))))
+    kept = (chosen or {0}) if leaves_soak_out else range(len(cases))
     return [
         pytest.param(case, id=case_id(case), marks=() if i in chosen else pytest.mark.soak)
         for i, case in enumerate(cases)
+        if i in kept
     ]
 
 

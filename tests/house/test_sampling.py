@@ -2,7 +2,13 @@
 
 import pytest
 
+import sampling
 from sampling import product, sample
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "leaves_soak_out", False)
 
 
 def test_every_case_is_there_once_and_k_of_them_run_by_default() -> None:
@@ -23,3 +29,13 @@ def test_the_choice_is_a_function_of_the_seed() -> None:
 @pytest.mark.parametrize("k", [0, 3, 7])
 def test_k_may_exceed_the_matrix(k: int) -> None:
     assert sum(not param.marks for param in sample(range(3), k, seed=0)) == min(k, 3)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_what_is_left_out_changes_no_choice(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen() -> list[int]:
+        return [param.values[0] for param in sample(range(100), k, seed=1) if not param.marks]
+
+    expected = chosen()
+    monkeypatch.setattr(sampling, "leaves_soak_out", True)
+    assert chosen() == expected and len(sample(range(100), k, seed=1)) == max(k, 1)

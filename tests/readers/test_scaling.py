@@ -45,7 +45,7 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
 ) -> None:
     monkeypatch.setattr(reading, "QUIET_S", 1.0)
     monkeypatch.setattr(reading, "BEAT_S", 0.2)
-    monkeypatch.setattr("meseta.data.dataset.part_files.io", SlowFiles)
+    monkeypatch.setattr("meseta.data.dataset.part_files.io", SlowFiles())
     options = ReaderOptions(batch_size=20, shuffle=True, window_rows=80, prefetch_batches=1)
     local = Reader(jagged, "train", options)
     expected = [digest(batch) for batch in local.epochs(3)]

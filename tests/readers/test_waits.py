@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,13 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return slow
 
 
-def read_all(reader: BatchReader, pause_s: float = 0.0) -> tuple[float, RowWait, dict[str, RowWait]]:
-    """Seconds that batches were waited for as measured here, what the reader says in all, and by reader."""
+def read_all(
+    reader: BatchReader, after_first: Callable[[], None] = lambda: None
+) -> tuple[float, RowWait, dict[str, RowWait]]:
+    """Return how long this function waited for batches, the total wait that the reader states, and its wait by reader.
+
+    `after_first` runs between the first batch and the second.
+    """
     waited_s, num_rows, batches = 0.0, 0, reader.epoch()
     while True:
         begin_s = time.perf_counter()
@@ -90,22 +96,27 @@ def read_all(reader: BatchReader, pause_s: float = 0.0) -> tuple[float, RowWait,
             assert num_rows == NUM_ROWS
             waits = reader.row_waits.take(1)
             return waited_s, sum(waits.values(), RowWait()), waits
+        if num_rows == 0:
+            after_first()
         num_rows += batch.batch_size
-        time.sleep(pause_s)
 
 
-SLOW = {
-    "storage_s": (part_files, "io", SlowFiles),
-    "decode_s": (decoding, "check_values", slowed(decoding.check_values, 0.15)),
-    "wire_s": (reading, "to_record_batch", slowed(reading.to_record_batch, 0.25)),
+SLOW: dict[str, tuple[Any, str, Callable[[float], Any], float]] = {
+    "storage_s": (part_files, "io", SlowFiles, 0.04),
+    "decode_s": (decoding, "check_values", partial(slowed, decoding.check_values), 0.15),
+    "wire_s": (reading, "to_record_batch", partial(slowed, reading.to_record_batch), 0.25),
 }
+"""By cause: what is made slow, and the least delay of each call in seconds."""
 
 
 @pytest.mark.parametrize("cause", SLOW)
 def test_what_is_slow_is_what_is_waited_for(cause: str, jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*SLOW[cause])
     options = ReaderOptions(batch_size=50, shuffle=True, window_rows=100, prefetch_batches=0)
+    module, name, slow, least_s = SLOW[cause]
     with running({"click": jagged.dir}, 2) as tier:
+        # On a busy machine all causes take longer. Each delay is as long as the whole epoch takes without delays.
+        usual_s, _, _ = read_all(ServedReader(tier.service, "train", options))
+        monkeypatch.setattr(module, name, slow(max(least_s, usual_s)))
         waited_s, wait, waits = read_all(ServedReader(tier.service, "train", options))
         assert set(waits) - {NO_READER} == {reader.url for reader in tier.readers}
     assert wait.total_s <= waited_s
@@ -130,11 +141,19 @@ def test_no_reader_is_a_cause_once_a_batch_is_asked_for(jagged: Dataset, monkeyp
 
 
 def test_what_reading_ahead_hides_is_no_wait(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_files, "io", SlowFiles)
+    monkeypatch.setattr(part_files, "io", SlowFiles())
     with running({"click": jagged.dir}, 1) as tier:
-        options = ReaderOptions(batch_size=50, window_rows=37, prefetch_batches=4)
-        _, seen, _ = read_all(ServedReader(tier.service, "train", replace(options, prefetch_batches=0)))
-        _, hidden, _ = read_all(ServedReader(tier.service, "train", options), pause_s=0.06)
+        options = ReaderOptions(batch_size=50, window_rows=37, prefetch_batches=0)
+        _, seen, _ = read_all(ServedReader(tier.service, "train", options))
+        [decoder] = tier.decoders
+        num_before = decoder.num_rows
+
+        def until_all_is_decoded() -> None:
+            while decoder.num_rows < num_before + NUM_ROWS:
+                time.sleep(0.01)
+
+        ahead = replace(options, prefetch_batches=NUM_ROWS)
+        _, hidden, _ = read_all(ServedReader(tier.service, "train", ahead), until_all_is_decoded)
     assert hidden.storage_s < 0.5 * seen.storage_s, "of the first batch there is always some"
 
 

@@ -30,6 +30,8 @@ class Tier:
     leases: LeaseTable
     endpoint: Endpoint
     readers: list[ReadServer] = field(default_factory=list)
+    decoders: list[WindowReader] = field(default_factory=list)
+    """The part of each reader that decodes."""
 
     @property
     def service(self) -> Service:
@@ -39,13 +41,11 @@ class Tier:
     def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
         """One more, which the dispatcher knows."""
         dispatcher = Dispatcher(self.dispatcher.url, self.dispatcher.credentials)
-        server = ReadServer(
-            replace(self.endpoint, credentials=dispatcher.credentials),
-            WindowReader(dispatcher, buffer_bytes),
-            dispatcher,
-        )
+        decoder = WindowReader(dispatcher, buffer_bytes)
+        server = ReadServer(replace(self.endpoint, credentials=dispatcher.credentials), decoder, dispatcher)
         server.meet()
         self.readers.append(server)
+        self.decoders.append(decoder)
         return server
 
 
@@ -65,12 +65,15 @@ def running(
 
 
 class SlowFiles:
-    """Stands for `io` in meseta.data.dataset.part_files: a disk that takes 40 ms for each read."""
+    """Replacement of `io` in meseta.data.dataset.part_files: a disk on which each read takes `delay_s`."""
 
-    class FileIO(io.FileIO):
-        def readinto(self, buffer: Any, /) -> int | None:
-            time.sleep(0.04)
-            return super().readinto(buffer)
+    def __init__(self, delay_s: float = 0.04) -> None:
+        class FileIO(io.FileIO):
+            def readinto(self, buffer: Any, /) -> int | None:
+                time.sleep(delay_s)
+                return super().readinto(buffer)
+
+        self.FileIO = FileIO
 
 
 def digest(batch: Batch) -> tuple[Any, ...]:

@@ -130,7 +130,7 @@ def test_waits_for_rows_are_told(
     tier: Tier, data: Path, two_ranks: RankPool, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By reader and cause, beside the stage that they are part of; of every rank at the end."""
-    monkeypatch.setattr(part_files, "io", SlowFiles)
+    monkeypatch.setattr(part_files, "io", SlowFiles())
     run_dir = tmp_path / "run"
     train_on(num_ranks, two_ranks, served(tier, run_dir, data__prefetch_batches=0, train__log_every_steps=5))
     lines = [line for line in metrics(run_dir) if "row_waits" in line]

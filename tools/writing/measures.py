@@ -74,10 +74,12 @@ class Part:
 
     def below(self, folder: Path) -> Part:
         """Return the part of this one that is in `folder`."""
+        below = [path for path in self.paths if path.is_relative_to(folder)]
+        are_below = set(below)
         return Part(
-            [path for path in self.paths if path.is_relative_to(folder)],
-            [module for module in self.modules if module.path.is_relative_to(folder)],
-            [text for text in self.texts if text.path.is_relative_to(folder)],
+            below,
+            [module for module in self.modules if module.path in are_below],
+            [text for text in self.texts if text.path in are_below],
         )
 
 

@@ -9,6 +9,15 @@ from pathlib import Path
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 DocumentedNode = ast.Module | ast.ClassDef | FunctionNode
+# Tuples, because `isinstance` of a union takes several times as long, and there are a million nodes.
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+STRINGS = (ast.Constant, ast.JoinedStr)
+KEYS = (ast.Constant, ast.Tuple)
+NAMING = (ast.Name, ast.Attribute, ast.arg, ast.ExceptHandler)
+BINDING = (
+    ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension, ast.Return
+)  # fmt: skip
+"""Nodes that assign values to names, and `return`."""
 
 
 @dataclass(eq=False)
@@ -101,25 +110,28 @@ def _visit_children(module: Module, node: ast.AST, scope: Scope) -> None:
     if isinstance(body := getattr(node, "body", None), list):
         _collect_docstrings(module, node, body)
     for child in ast.iter_child_nodes(node):
-        _visit(module, child, scope)
+        if child._fields:  # operators and contexts have none, and are half of all nodes
+            _visit(module, child, scope)
 
 
 def _visit(module: Module, node: ast.AST, scope: Scope) -> None:
-    if isinstance(node, ast.Constant | ast.JoinedStr):
+    if isinstance(node, STRINGS):
         _visit_string(module, node, scope)
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring, or a constant without effect
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant | ast.Tuple):
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, KEYS):
         _visit(module, node.value, scope)
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
         for part in parts:
             if not isinstance(part, ast.Constant):  # a key, or a shape of jaxtyping
                 _visit(module, part, scope)
         return
-    _record_names(module, node)
-    _record_values(node, scope)
-    if isinstance(node, ast.Call):
+    if isinstance(node, NAMING):
+        _record_names(module, node)
+    if isinstance(node, BINDING):
+        _record_values(node, scope)
+    elif isinstance(node, ast.Call):
         module.calls.append((node, scope))
     elif isinstance(node, ast.Raise):
         module.raises.append((node, scope))
@@ -127,7 +139,7 @@ def _visit(module: Module, node: ast.AST, scope: Scope) -> None:
         module.imports |= {alias.asname or alias.name: node.module for alias in node.names}
     elif isinstance(node, ast.ClassDef):
         module.classes.append(node)
-    elif isinstance(node, FunctionNode):
+    elif isinstance(node, FUNCTIONS):
         scope = Scope(outer=scope, function=node)
         module.scopes.append(scope)
     _visit_children(module, node, scope)
