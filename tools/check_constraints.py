@@ -1,6 +1,8 @@
 """Ask pip's resolver whether constraints.txt holds, for every build of torch, Python and platform, by metadata alone.
 
     python tools/check_constraints.py                      a line for each, and exit code 1 if one has no solution
+    python tools/check_constraints.py --in-turns           of one Python, another one after each commit; of all of them
+                                                           if the last commit changed constraints or requirements
     python tools/check_constraints.py --constraints FILE   of other constraints
 
 The packages come from wherever pip is configured to take them. The index's torch for Linux is built for CUDA. A build
@@ -15,6 +17,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -170,20 +173,35 @@ def check(cell: Cell, constraints: Path, folder: Path) -> tuple[bool, str]:
     return True, f"{len(found)} packages, torch {version}, triton {versions.get('triton', 'none')}"
 
 
+def cells_in_turns() -> list[Cell]:
+    """Return the cells of one Python, or all of them if the last commit changed constraints.txt or pyproject.toml."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    # Not 0 also if there is no commit before.
+    if git("diff", "--quiet", "HEAD~1", "--", "constraints.txt", "pyproject.toml").returncode:
+        return CELLS
+    turn = int(git("rev-list", "--count", "HEAD").stdout) % len(PYTHONS)
+    return [cell for cell in CELLS if cell.python == PYTHONS[turn]]
+
+
 def main() -> int:
     """Print the table; 1 where a cell has no solution."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
-    constraints = parser.parse_args().constraints
-    asked = CELLS[0]
+    parser.add_argument("--in-turns", action="store_true")
+    arguments = parser.parse_args()
+    cells = cells_in_turns() if arguments.in_turns else CELLS
+    asked = cells[0]
     prepare_pip(lambda: asked.markers)
     failures = 0
-    for asked in CELLS:
+    for asked in cells:
         with tempfile.TemporaryDirectory() as folder:
-            resolved, text = check(asked, constraints, Path(folder))
+            resolved, text = check(asked, arguments.constraints, Path(folder))
         failures += not resolved
         print(f"{asked}  {'resolved' if resolved else 'FAILED'}: {text}", flush=True)
-    print(f"{len(CELLS) - failures} of {len(CELLS)} resolved")
+    print(f"{len(cells) - failures} of {len(cells)} resolved")
     return int(failures > 0)
 
 

@@ -95,7 +95,7 @@ LOGS: dict[str, tuple[dict[str, Values], dict[str, list[str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample(LOGS, 5, seed=60))
+@pytest.mark.parametrize("name", sample(LOGS, 3, seed=20))
 def test_a_log_and_nothing_else(tmp_path: Path, output_of: Output, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     columns, roles = LOGS[name]

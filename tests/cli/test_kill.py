@@ -211,7 +211,7 @@ def test_a_hundred_kills(
     check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
 
 
-@pytest.mark.soak  # tests/distributed/test_everything.py has a kill with them in `make test`
+@pytest.mark.soak  # tests/distributed/test_stale.py cuts such a run off in `make test`
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_killed_with_answers_in_flight(

@@ -34,12 +34,14 @@ def checkout() -> Iterator[Checkout]:
     made.close()
 
 
-@pytest.mark.parametrize("words", [["eval", "."], pytest.param(["plan", "diff"], marks=pytest.mark.soak)])
+@pytest.mark.soak  # a server of commands starts, which nothing but benchmarks/bench_house.py has
+@pytest.mark.parametrize("words", [["eval", "."], ["plan", "diff"]])
 def test_commands_end_as_in_a_shell(checkout: Checkout, words: list[str]) -> None:
     forked, started = checkout.meseta(*words), checkout.command(*words)
     assert (forked.returncode, forked.stdout, forked.stderr) == (1, started.stdout, started.stderr)
 
 
+@pytest.mark.soak
 def test_a_command_is_killed_at_its_moment(checkout: Checkout, tmp_path: Path) -> None:
     synth = ("data", "synth", "--rows", 10_000_000, "--out", tmp_path / "raw")
     assert checkout.meseta(*synth, when=lambda: any(tmp_path.iterdir())).returncode == -signal.SIGKILL
@@ -92,7 +94,9 @@ def test_workloads_are_read_as_the_command_reads_them(tmp_path: Path, number: in
     Topology(**machines)
 
 
-@pytest.mark.parametrize("hosts", [(1, 1), (1, 4), (2, 2), pytest.param((4, 8), marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "hosts", [(1, 1), (1, 4), *(pytest.param(hosts, marks=pytest.mark.soak) for hosts in ((2, 2), (4, 8)))]
+)
 def test_the_agreement_takes_what_the_page_says(hosts: tuple[int, int]) -> None:
     document, _ = draw_workload(1)
     topology = Topology(num_hosts=hosts[0], devices_per_host=hosts[1], device="a100")

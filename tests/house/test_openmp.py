@@ -22,12 +22,16 @@ print(json.dumps(sorted(name for name in files if re.search(r"/lib(gomp|omp|iomp
 """
 TRAIN = """
 import sys
+from meseta.cli.eager import NAME
 from meseta.cli.main import main
 try:
     main()
 except SystemExit as stop:
     assert not stop.code, stop.code
+loaded = [name for name in sys.modules if name.startswith((NAME + ".", "torch._inductor"))]
+assert not loaded, loaded
 """
+"""Training in a new process, which needs neither torch._dynamo nor torch._inductor."""
 HASH = """
 import sys
 import pyarrow
@@ -79,9 +83,10 @@ def runtime() -> str:
     return file
 
 
-def test_train_maps_one_runtime(runtime: str, tiny: Path, tmp_path: Path) -> None:
+def test_train_maps_one_runtime_and_leaves_dynamo_out(runtime: str, tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", settings(tiny, tmp_path / "run"))
     assert runtimes(TRAIN, "train", str(config)) == [runtime]
+    assert (tmp_path / "run/report.html").exists()
 
 
 def test_a_process_without_torch_maps_the_same(runtime: str) -> None:

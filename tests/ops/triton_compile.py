@@ -1,4 +1,5 @@
-"""Compile the Triton kernels for a GPU that need not be there; print, as JSON, the instructions of each that count."""
+"""Compile a group of the Triton kernels for a GPU that need not be there; print, as JSON, the instructions of each that
+count."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def codecs(architecture: int) -> dict[str, Any]:
     return found
 
 
+GROUPS = {"lookups": lookups, "rows": rows, "lists": lists, "updates": updates, "codecs": codecs}
+
 if __name__ == "__main__":
-    architecture = int(sys.argv[1])
-    kernels_of = (lookups, rows, lists, updates, codecs)
-    print(json.dumps({name: found for of in kernels_of for name, found in of(architecture).items()}))
+    print(json.dumps(GROUPS[sys.argv[2]](int(sys.argv[1]))))

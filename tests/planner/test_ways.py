@@ -40,7 +40,8 @@ def under(plan: Plan, work: Workload, topology: Topology) -> dict[str, float]:
     [
         (FAR, "two_level", 8),
         (LATE, "flat", 8),
-        (FAR, "two_level", MAX_REPEATED + 20),
+        # test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit has as many tables
+        pytest.param(FAR, "two_level", MAX_REPEATED + 20, marks=pytest.mark.soak),
         pytest.param(LATE, "flat", MAX_REPEATED + 20, marks=pytest.mark.soak),
     ],
 )

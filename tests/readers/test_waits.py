@@ -106,7 +106,7 @@ SLOW: dict[str, tuple[Any, str, Callable[[float], Any], float]] = {
     "decode_s": (decoding, "check_values", partial(slowed, decoding.check_values), 0.15),
     "wire_s": (reading, "to_record_batch", partial(slowed, reading.to_record_batch), 0.25),
 }
-"""By cause: what is made slow, and the least delay of each call in seconds."""
+"""Place, name and slow replacement of an object for each cause, with the least delay of a call in seconds."""
 
 
 @pytest.mark.parametrize("cause", SLOW)
