@@ -80,7 +80,7 @@ def needs(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    "case", sample(product(command=list(COMMANDS), size=range(NUM_SIZES), kind=["disk", "files"]), k=10, seed=5)
+    "case", sample(product(command=list(COMMANDS), size=range(NUM_SIZES), kind=["disk", "files"]), k=5, seed=5)
 )
 def test_a_full_disk(
     places: dict[str, Path], needs: Callable[[str], list[int]], tmp_path: Path, case: dict[str, Any]
@@ -103,7 +103,7 @@ def check_one_line(err: str) -> None:
     assert len(lines) == 1 and re.match(r"error: .*(No space left on device|File too large|os error)", lines[0]), err
 
 
-@pytest.mark.parametrize("case", sample(product(size=range(NUM_SIZES), board=[False, True]), k=3, seed=1))
+@pytest.mark.parametrize("case", sample(product(size=range(NUM_SIZES), board=[False, True]), k=2, seed=1))
 def test_training_on_a_full_disk(tiny: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     """What was written before is whole."""
     folder = tmp_path / "disk"

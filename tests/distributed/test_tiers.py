@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 8, seed=1))
+@pytest.mark.parametrize("cell", sample(CELLS, 6, seed=189))
 def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
     ranks: Ranks, cell: dict[str, Any], tmp_path: Path
 ) -> None:
