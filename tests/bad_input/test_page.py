@@ -60,7 +60,7 @@ def place(tmp_path: Path, tiny: Path, finished: Path) -> Place:
 def two_ranks() -> Iterator[Callable[..., list[Ended]]]:
     """`two_ranks("train", config)`: how the command ended on each; the ranks are started once."""
     pool = RankPool(2)
-    yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments], timeout_s=240)
+    yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments])
     pool.close()
 
 

@@ -32,8 +32,9 @@ class RankPool:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
         """[function(*args) on rank 0, on rank 1, ...]; raises with the traceback of the first rank that failed."""
+        # A call of seconds has taken 67 s on a busy machine. pytest ends a test after 300 s.
         for pipe in self._pipes:
             pipe.send((function, args))
         replies = []
