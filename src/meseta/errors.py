@@ -1,4 +1,4 @@
-"""The one error that users meet: it names the object, the rule, the value and the way out; and checks that raise it."""
+"""Errors that are reported to users without a traceback, and checks that raise them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any, Self, TypeVar
 
 
 class MesetaError(ValueError):
-    """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback.
+    """Invalid input, a damaged file, or a plan that cannot be used.
 
-    Attributes, those of subclasses included, must be picklable: they are sent to other ranks with the error.
+    The message names the object, the rule that it breaks, its value and a remedy. The command line prints the message
+    without a traceback. All attributes of the error and its subclasses must be picklable, because errors are sent to
+    other ranks.
     """
 
     rank: int | None = None
-    """The rank that met it, where all ranks were told; the text begins with it."""
+    """Rank that raised the error, if it was sent to all ranks. The message then starts with this rank."""
     remedy: str | None = None
-    """What the user can do, without a full stop at the end. `None`: nothing, or the reason says it."""
+    """Suggested fix, without a full stop. `None` if there is none, or if it is part of the reason."""
 
     def __init__(self, reason: object, *, remedy: str | None = None) -> None:
-        """The text is `str(reason)`, made when it is needed, followed by "; " and `remedy` if there is one."""
+        """Create an error with the message "`reason`; `remedy`". `reason` is converted to text lazily."""
         super().__init__(reason)
         self.remedy = remedy
 
@@ -36,18 +38,20 @@ class MesetaError(ValueError):
 
     @property
     def reason(self) -> str:
-        """Text without the remedy."""
+        """Message without the remedy."""
         return str(self.args[0])
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return a copy of the same class and with the same attributes, whose text begins with `prefix`."""
+        """Return a copy of this error with `prefix` before its message. Class and attributes are kept."""
         error = copy.copy(self)
         error.args = (f"{prefix}{self.reason}",)
         return error
 
     def with_suffix(self, suffix: str) -> Self:
-        """Return a copy of the same class and with the same attributes, whose text, and so its remedy if it has one,
-        ends with `suffix`."""
+        """Return a copy of this error with `suffix` after its message. Class and attributes are kept.
+
+        If the error has a remedy, the suffix becomes part of it.
+        """
         error = copy.copy(self)
         if self.remedy is None:
             error.args = (f"{self.reason}{suffix}",)
@@ -57,94 +61,94 @@ class MesetaError(ValueError):
 
 
 def _copy_of(kind: type[MesetaError], reason: str) -> MesetaError:
-    return kind.__new__(kind, reason)  # without __init__, whose parameters differ between subclasses
+    return kind.__new__(kind, reason)  # The parameters of __init__ differ between subclasses.
 
 
 class StorageError(MesetaError):
-    """A file that could not be read, or found, by no fault of what it holds: another host, or another time, may do
-    better."""
+    """Failure to read or find a file that says nothing about its content. A retry, or another host, may succeed."""
 
 
 class UnknownColumnError(MesetaError):
-    """A column that the user names and the data lack."""
+    """Reference to a column that the data does not have."""
 
     def __init__(self, where: str, column: str, known: Iterable[str]) -> None:
-        """The text is "`where` has no column 'column'" and the nearest of the `known` columns, or all of them."""
+        """Create an error whose remedy suggests the closest column in `known`, or lists all of them."""
         super().__init__(f"{where} has no column {column!r}", remedy=nearest(column, [name for name in known if name]))
         self.column = column
-        """Name as the user gave it, which may be a pattern."""
+        """Name or pattern that the user specified."""
 
 
 def reading_error(error: Exception, reason: str, remedy: str | None = None) -> MesetaError:
-    """A MesetaError with this text for what reading a file has raised: a StorageError where the system or the network
-    under it has failed, which say so by an error number or a class of their own; libraries that meet damaged content
-    raise an OSError without one."""
+    """Return a MesetaError for an exception raised while reading a file.
+
+    The result is a StorageError if the operating system or the network failed.
+    """
+    # Libraries also raise OSError for damaged content, but without an error number.
     is_of_storage = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) is not None
     return (StorageError if is_of_storage else MesetaError)(reason, remedy=remedy)
 
 
 def shown(value: object) -> str:
-    """A value of a stranger's in a message: escaped, and no longer than a line."""
+    """Format untrusted input for an error message: escaped and truncated to one line."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a whole number of more digits than Python shows; a structure without end
+    except (ValueError, RecursionError):  # An int beyond Python's limit of digits, or deeply nested data.
         return f"a value of type {type(value).__name__} that is too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of a library says, in one line; its class where it says nothing."""
+    """Return the first line of an error message, or the name of the error's class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 ERROR_PREFIX = "error: "
-"""Prefix of the line on standard error with which a command fails."""
+"""Prefix of the line that a failing command writes to stderr."""
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """A closing clause for an unknown name: the nearest valid one, or the whole list when none is near.
-
-    Names read from YAML may be numbers, and known names may be members of an enum: both are compared as text.
-    """
+    """Return a "did you mean" suggestion for `name`, or list all `known` names if none is close."""
+    # Names from YAML may be numbers, and known names may be enum members, so compare them as text.
     known = sorted(str(entry) for entry in known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known) or 'none'}"
+    return f"did you mean {close[0]!r}?" if close else f"available: {', '.join(known) or 'none'}"
 
 
 T = TypeVar("T")
 
 
 def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
-    """Raise MesetaError unless `value` is one of `known`."""
+    """Raise MesetaError if `value`, the setting `name` of `owner`, is not in `known`."""
     if value not in known:
         raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
 
 
 def check_number(owner: str, name: str, value: object) -> float:
-    """The value; raises MesetaError unless it is a finite number."""
+    """Return `value` as a float. Raises MesetaError if it is not a finite number."""
     if not isinstance(value, bool) and isinstance(value, Real):
-        with suppress(OverflowError):  # of whole numbers
+        with suppress(OverflowError):  # An int may exceed the range of float.
             if math.isfinite(number := float(value)):
                 return number
     raise MesetaError(f"{owner}: {name} must be a finite number, got {shown(value)}")
 
 
 def doubled(names: Iterable[T]) -> list[T]:
-    """Names that come more than once, each once; in time that grows with the names, of which there may be thousands."""
+    """Return the names that occur more than once, in order of first occurrence."""
+    # Counting takes linear time. There may be thousands of names.
     return [name for name, count in Counter(names).items() if count > 1]
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an int; True and False are none."""
+    """Whether `value` is an int. Booleans do not count."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 MAX_WHOLE = 2**63 - 1
-"""Largest whole number in what people write: what 64 bits hold."""
+"""Largest integer accepted in user input, the maximum of int64."""
 
 
 def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:
-    """Raise MesetaError for a key of a document that is not one of `known`."""
+    """Raise MesetaError if `document` has a key that is not in `known`. The message starts with `where`."""
     for key in document:
         if key not in known:
             raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")

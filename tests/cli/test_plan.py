@@ -148,11 +148,11 @@ def test_what_does_not_fit_gets_changes_with_their_cost(run, files) -> None:
     [
         ({"tables": {"user": {"embedding_dim": 8}}}, "key 'num_embeddings' is missing"),
         ({"tables": {"user": {"num_embeddings": 5, "embedding_dim": 8, "dims": 3}}}, "unknown key 'dims'"),
-        ({"features": {"f": {"table": "users"}}}, "reads table 'users'; did you mean 'user'?"),
-        ({"batch_size": "many"}, "batch_size must be a whole number, got 'many'"),
+        ({"features": {"f": {"table": "users"}}}, "reads the unknown table 'users'; did you mean 'user'?"),
+        ({"batch_size": "many"}, "batch_size must be an integer, got 'many'"),
         ({"dense": {"flops": 3}}, "unknown key 'flops'"),
         ({"features": {"f": {"table": "user", "pooling_factor": "x"}}}, "must be a number, got 'x'"),
-        ({"features": {"f": {"table": "user", "reuse": {"edges": [0]}}}}, "reuse must have window_samples"),
+        ({"features": {"f": {"table": "user", "reuse": {"edges": [0]}}}}, "reuse must have the keys window_samples"),
     ],
 )
 def test_bad_workloads_are_told(error_of, files, change: dict, message: str) -> None:

@@ -104,12 +104,12 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("embedding.tables.cat_0.optimzer.lr=1", ["'embedding.tables.cat_0.optimzer'", "did you mean 'optimizer'?"]),
         ("embedding.tables.cat_0.optimizer.epz=1", ["'embedding.tables.cat_0.optimizer.epz'", "did you mean 'eps'?"]),
         ("embedding.tables.optimizer.optimzer=1", ["did you mean 'optimizer'?"]),
-        ("dense.schedule.zebra=1", ["known are decay_start_step, decay_steps, end_factor"]),
+        ("dense.schedule.zebra=1", ["available: decay_start_step, decay_steps, end_factor"]),
         ("train.batch_size=many", ["key 'train.batch_size'", "valid integer", "got 'many'"]),
         ("train.batch_size=0", ["key 'train.batch_size'", "greater than or equal to 1", "got 0"]),
         ("train.max_steps=2.5", ["key 'train.max_steps'", "got 2.5"]),
         ("model.name=dlmr", ["key 'model.name'", "no model 'dlmr'; did you mean 'dlrm'?", "'package.module:Class'"]),
-        ("model.name=a..b:C", ["key 'model.name'", "known are autoint, dcnv2"]),
+        ("model.name=a..b:C", ["key 'model.name'", "available: autoint, dcnv2"]),
         ("model.options={a: 1}", ["key 'model'", "'options' are for a model of your own", "'dlrm'"]),
         ("model.bottom_mlp=5", ["key 'model.bottom_mlp': input should be a list, got 5"]),
         ("model.bottom_mlp=[4, 0]", ["key 'model.bottom_mlp.1'", "got 0"]),
@@ -147,14 +147,14 @@ def test_bad_overrides_are_named(write: Any, override: str, words: list[str]) ->
 def test_bad_files_are_named(write: Any, tmp_path: Path) -> None:
     refused(tmp_path / "absent.yaml", [], "absent.yaml", "No such file")
     refused(tmp_path, [], "Is a directory")
-    refused(write(""), [], "config.yaml", "must hold a mapping")
-    refused(write("- a\n"), [], "must hold a mapping")
+    refused(write(""), [], "config.yaml", "must contain a mapping")
+    refused(write("- a\n"), [], "must contain a mapping")
     refused(write("run_dir: [\n"), [], "is not YAML")
     refused(write(SMALL + "seed: 1\nseed: 2\n"), [], "key 'seed' is given twice, again in line 4")
     refused(write(SMALL + "1: 2\n"), [], "key '1'")
     refused(write("seed: 1\n"), [], "key 'run_dir' is missing", "key 'data' is missing")
     (tmp_path / "config.yaml").write_bytes(b"a\xff")
-    refused(tmp_path / "config.yaml", [], "not text in UTF-8")
+    refused(tmp_path / "config.yaml", [], "not valid UTF-8")
 
 
 def test_every_key_is_documented() -> None:
@@ -258,7 +258,7 @@ def test_a_table_is_checked_with_what_it_inherits(write: Any) -> None:
     load_config(write(SMALL + COMMON), ["embedding.tables.user.optimizer.momentum=0.5"])
     refused(
         write(SMALL + COMMON), ["embedding.tables.user.optimizer.beta1=0.5"],
-        "tables.user.optimizer: row optimizer 'sgd' does not use beta1, which is 0.5",
+        "tables.user.optimizer: row optimizer 'sgd' does not use beta1, which is set to 0.5",
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_without_a_name_it_is_the_default() -> None:
         ({"name": 3}, "key 'model.name': input should be a valid string, got 3"),
         ({"name": ["fm"]}, "key 'model.name': input should be a valid string"),
         ({"name": "xdeepfm", "cin_layer": [3]}, "unknown key 'model.cin_layer'; did you mean 'cin_layers'?"),
-        ({"name": "fm", "cin_layer": [3]}, "unknown key 'model.cin_layer'; known are embedding_dim, name"),
+        ({"name": "fm", "cin_layer": [3]}, "unknown key 'model.cin_layer'; available: embedding_dim, name"),
         ({"botom_mlp": [3]}, "unknown key 'model.botom_mlp'; did you mean 'bottom_mlp'?"),
         ({"name": "a.b:C", "option": {}}, "unknown key 'model.option'; did you mean 'options'?"),
         ({"name": "xdeepfm", "cin_layers": []}, "key 'model.cin_layers': .* at least 1 item"),

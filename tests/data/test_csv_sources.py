@@ -191,7 +191,7 @@ def test_a_schema_overrides(tmp_path: Path) -> None:
         ("label: Click", "has no feature beside the label"),
         ("label: Click\ncategorical: [city]\nweights: {city: price}", "a field of CSV holds one value"),
         ("label: Click\nweights: {city: price}", "which is not under categorical"),
-        ("- a", "must hold a mapping"),
+        ("- a", "must contain a mapping"),
         ("label: [", "is not YAML"),
     ],
 )

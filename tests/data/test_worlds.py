@@ -257,7 +257,7 @@ def test_command(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--world", "order"], "data synth: world 'order' is unknown; did you mean 'orders'?"),
-        (["--world", "moon"], "data synth: world 'moon' is unknown; known are orders, pairs"),
+        (["--world", "moon"], "data synth: world 'moon' is unknown; available: orders, pairs"),
         (["--strength", "1.5"], "data synth: strength must lie in 0..1, got 1.5; 1 is all that is planted"),
         (["--strength", "-0.1"], "data synth: strength must lie in 0..1, got -0.1; 1 is all that is planted"),
         (["--strength", "nan"], "data synth: strength must lie in 0..1, got nan; 1 is all that is planted"),

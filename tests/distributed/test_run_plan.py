@@ -107,7 +107,7 @@ def test_tables_of_a_run_lie_on_its_disk_with_near_rows(tiny: Path, tmp_path: Pa
     (tmp_path / "constraints.yaml").write_text("tables: {'*': {tiers: disk}}\n")
     files = {f"planner__{name}": str(tmp_path / f"{name}.yaml") for name in ("topology", "constraints")}
     document = settings(tiny, tmp_path / "run", **files, train__max_steps=2)
-    with pytest.raises(MesetaError, match="which the topology does not have"):
+    with pytest.raises(MesetaError, match="the topology has none of its tiers"):
         planned(RunConfig.model_validate(document))  # no folder is named
     document["storage"] = {"dir": str(tmp_path / "rows")}
     before = planned(RunConfig.model_validate(document))

@@ -402,7 +402,10 @@ def test_a_run_dir_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks, tiny: 
         ({"tables": {"*": "table_whise"}}, "table_wise"),
         ({"tables": {"*": {"sharding": "hot_replicated"}}}, "hot_rows must be in 1.."),
         ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [5, 0]}}}, "outside 0..1"),
-        ({"devices_per_host": 1, "tables": {"*": {"sharding": "table_row_wise", "ranks": [0, 1]}}}, "lie in hosts"),
+        (
+            {"devices_per_host": 1, "tables": {"*": {"sharding": "table_row_wise", "ranks": [0, 1]}}},
+            "must be on one host",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan: Any, message: str) -> None:

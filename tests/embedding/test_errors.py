@@ -108,9 +108,9 @@ def test_an_output_that_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("tables", "features", "message"),
     [
-        ([TABLE, TABLE], [FeatureSpec(name="a", table="item")], "table 'item' is given 2 times"),
-        ([TABLE], [FeatureSpec(name="a", table="item")] * 2, "feature 'a' is given 2 times"),
-        ([TABLE], [FeatureSpec(name="a", table="itme")], "reads table 'itme'; did you mean 'item'"),
+        ([TABLE, TABLE], [FeatureSpec(name="a", table="item")], "table 'item' is defined 2 times"),
+        ([TABLE], [FeatureSpec(name="a", table="item")] * 2, "feature 'a' is defined 2 times"),
+        ([TABLE], [FeatureSpec(name="a", table="itme")], "reads the unknown table 'itme'; did you mean 'item'"),
         ([TABLE], [], "feature"),
         ([], [], "table"),
         (

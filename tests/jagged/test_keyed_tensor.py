@@ -22,5 +22,5 @@ def test_pooled_and_unpooled_features_by_name() -> None:
     assert out["history"] is rows and torch.equal(out["a"], POOLED["a"])
     with pytest.raises(MesetaError, match="no feature 'histroy'; did you mean 'history'"):
         out["histroy"]
-    with pytest.raises(MesetaError, match="no key 'c'; known are a, b"):
+    with pytest.raises(MesetaError, match="no key 'c'; available: a, b"):
         POOLED["c"]

@@ -63,7 +63,9 @@ def test_patterns_decide_how_parameters_start(tiny: Path, tmp_path: Path) -> Non
 def test_patterns_that_meet_nothing_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"^config: dense.init 'top_mlp.0.wight' meets no parameter; did you mean "):
         dense_part(tiny, tmp_path, dense__init={"top_mlp.0.wight": {"scale": 0.1}})
-    with pytest.raises(MesetaError, match=r"^config: dense.init 'Q' meets no parameter; known are bottom_mlp.0.bias, "):
+    with pytest.raises(
+        MesetaError, match=r"^config: dense.init 'Q' meets no parameter; available: bottom_mlp.0.bias, "
+    ):
         dense_part(tiny, tmp_path, dense__init={"Q": {"scale": 0.1}})
 
 
@@ -85,7 +87,7 @@ def test_an_outline_has_no_numbers_and_the_same_refusals(tiny: Path, tmp_path: P
     [
         ({"kind": "normal"}, "key 'dense.init.a.scale' is missing"),
         ({"kind": "norml", "scale": 1}, "key 'dense.init.a.kind': input should be 'uniform', 'normal' or 'constant'"),
-        ({"scale": -1}, "key 'dense.init.a': init: scale of 'uniform' is a width and must not be negative, got -1.0"),
+        ({"scale": -1}, "key 'dense.init.a': init: scale must not be negative for kind 'uniform', got -1.0"),
         ({"scale": math.inf}, "key 'dense.init.a.scale': input should be a finite number, got inf"),
         ({"scales": 1}, "unknown key 'dense.init.a.scales'; did you mean 'scale'?"),
     ],

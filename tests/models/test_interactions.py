@@ -230,7 +230,7 @@ def test_streams_that_do_not_fit_are_named() -> None:
     refused(
         lambda: made("finalmlp", streams=streams(mlp=(6, 5)), num_heads=2), "last layer of stream 2 has 5", "2 heads"
     )
-    refused(lambda: made("finalmlp", streams=streams(context=("g0",))), "no feature: 'g0'", "known are f0, f1, f2")
+    refused(lambda: made("finalmlp", streams=streams(context=("g0",))), "no feature: 'g0'", "available: f0, f1, f2")
     refused(lambda: made("final", blocks=((6, 5),)), "a layer of 5 outputs", "residual 'sum'")
     refused(lambda: made("final", blocks=((6,), ())), "the layers of one block, or of two")
     refused(lambda: made("final", blocks=((6,),) * 3), "the layers of one block, or of two")

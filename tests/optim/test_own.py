@@ -134,7 +134,7 @@ def test_a_constant_without_effect_is_refused_and_one_with_effect_has_it(name: s
     for field in fields:
         constants = {field: CHANGED.get(field, 0.25)}
         if field not in USED_FIELDS[name]:
-            with pytest.raises(MesetaError, match=f"row optimizer '{name}' does not use {field}, which is"):
+            with pytest.raises(MesetaError, match=f"row optimizer '{name}' does not use {field}, which is set to"):
                 OptimizerSpec(name=name, **constants)
         elif field not in ("weight_decay_mode", "stepped_rows"):  # these act elsewhere, or beside another
             # Without decay, LARS does not see how long a gradient is.

@@ -13,15 +13,15 @@ from meseta.spec import MesetaError, ShardingType, nearest
 
 def test_nearest_names_one_or_all() -> None:
     assert nearest("user", ["users", "items"]) == "did you mean 'users'?"
-    assert nearest("zebra", ["users", "items"]) == "known are items, users"
-    assert nearest("zebra", []) == "known are none"
+    assert nearest("zebra", ["users", "items"]) == "available: items, users"
+    assert nearest("zebra", []) == "available: none"
 
 
 def test_nearest_takes_numbers_and_enums() -> None:
-    assert nearest(7, ["users"]) == "known are users"
+    assert nearest(7, ["users"]) == "available: users"
     assert nearest("row_wis", ShardingType) == "did you mean 'row_wise'?"
     assert nearest("???", ShardingType) == (
-        "known are column_wise, data_parallel, grid, hot_replicated, row_wise, table_column_wise, table_row_wise, "
+        "available: column_wise, data_parallel, grid, hot_replicated, row_wise, table_column_wise, table_row_wise, "
         "table_wise"
     )
 
@@ -98,5 +98,5 @@ def test_a_suffix_is_part_of_the_remedy() -> None:
 def test_an_unknown_column_is_an_attribute() -> None:
     error = UnknownColumnError("file 'a.csv'", "usr", ["", "user", "item"])
     assert (str(error), error.column) == ("file 'a.csv' has no column 'usr'; did you mean 'user'?", "usr")
-    with pytest.raises(MesetaError, match=r"known are item, user$"):
+    with pytest.raises(MesetaError, match=r"available: item, user$"):
         raise UnknownColumnError("file 'a.csv'", "zebra", ["", "user", "item"])

@@ -40,21 +40,21 @@ NAN = base64.b64encode(np.float32("nan").tobytes()).decode()
         ((), 3, "neural must be a mapping"),
         ((), {}, r"neural.lookup is missing.*--neural"),
         (("dense",), {}, "unknown key 'dense'"),
-        (("source",), 1, "neural.source must be text"),
+        (("source",), 1, "neural.source must be a string"),
         (("lookup",), [], "neural.lookup must be a mapping"),
         (("lookup", "middle"), {"shape": [1], "float32": ONE}, "unknown key 'middle'"),
         (("lookup", "limits"), None, "neural.lookup.limits must be a mapping"),
-        (("lookup", "limits"), {"shape": [1]}, "must hold shape and float32"),
-        (("lookup", "limits"), {"shape": "12", "float32": ONE}, "limits.shape must be a list of whole"),
-        (("lookup", "limits"), {"shape": [0.5], "float32": ONE}, "shape must be a list of whole numbers"),
-        (("lookup", "limits"), {"shape": [-1], "float32": ONE}, "shape must be a list of whole numbers"),
-        (("lookup", "limits"), {"shape": [2], "float32": ONE}, "holds 4 bytes"),
-        (("lookup", "limits"), {"shape": [1], "float32": "ü?"}, "no base64"),
-        (("lookup", "limits"), {"shape": [1], "float32": NAN}, "not finite"),
-        (("lookup", "limits"), {"shape": [1], "float32": ONE}, "size of 1 where 2 is due"),
-        (("lookup", "limits"), {"shape": [1, 1], "float32": ONE}, "must have 1 sizes"),
+        (("lookup", "limits"), {"shape": [1]}, "must have the keys shape and float32"),
+        (("lookup", "limits"), {"shape": "12", "float32": ONE}, "limits.shape must be a list of positive"),
+        (("lookup", "limits"), {"shape": [0.5], "float32": ONE}, "shape must be a list of positive integers"),
+        (("lookup", "limits"), {"shape": [-1], "float32": ONE}, "shape must be a list of positive integers"),
+        (("lookup", "limits"), {"shape": [2], "float32": ONE}, "has 4 bytes"),
+        (("lookup", "limits"), {"shape": [1], "float32": "ü?"}, "not valid base64"),
+        (("lookup", "limits"), {"shape": [1], "float32": NAN}, "non-finite"),
+        (("lookup", "limits"), {"shape": [1], "float32": ONE}, "size 1, expected 2"),
+        (("lookup", "limits"), {"shape": [1, 1], "float32": ONE}, "must have 1 dimensions"),
         (("lookup", "head_out_bias"), {"shape": [2], "float32": 2 * ONE[:-2] + ONE[-2:]}, "head_out_bias"),
-        (("lookup", "center"), {"shape": [1], "float32": ONE}, "lookup.center has a size of 1"),
+        (("lookup", "center"), {"shape": [1], "float32": ONE}, "lookup.center has a dimension of size 1"),
         (("update", "rank_most"), {"shape": [1], "float32": ONE}, "update.rank_most"),
         (("collectives", "two"), {}, "a number of devices"),
         (("collectives", 1), {}, "a number of devices"),
@@ -77,5 +77,5 @@ def test_sizes_fit_each_other() -> None:
     network = document["neural"]["update"]
     network["head_in"] = NumberArray.of(np.zeros((1, 7, 3)))
     network["head_in"] = {"shape": [1, 7, 3], "float32": network["head_in"].float32}
-    with pytest.raises(MesetaError, match=r"update.head_in has a size of 7 where 4 is due"):
+    with pytest.raises(MesetaError, match=r"update.head_in has a dimension of size 7, expected 4"):
         CostModel.from_dict(document)

@@ -137,21 +137,24 @@ def test_schemes_of_hosts() -> None:
     [
         (
             {"devices_per_host": 3, "tables": {"*": "grid"}},
-            "devices_per_host must be a whole number that divides the 4",
+            "devices_per_host must be an integer that divides num_ranks (4)",
         ),
         ({"devices_per_host": "2", "tables": {"*": "grid"}}, "got '2'"),
         (
             {"devices_per_host": 2, "tables": {"*": {"sharding": "table_row_wise", "ranks": [1, 2]}}},
-            "columns 0..39 lie in hosts [0, 1] of 2 ranks",
+            "columns 0..39 must be on one host, got hosts [0, 1] of 2 ranks",
         ),
         (
             {"devices_per_host": 2, "tables": {"*": {"sharding": "table_column_wise", "ranks": [1, 2, 3]}}},
-            "the scheme keeps them in one",
+            "must be on one host, got hosts [0, 1]",
         ),
         ({"tables": {"*": "hot_replicated"}}, "hot_rows must be in 1..9, got 0"),
-        ({"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 10}}}, "use row_wise for none of its 10 rows"),
-        ({"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 1.5}}}, "hot_rows must be a whole number"),
-        ({"tables": {"*": {"sharding": "row_wise", "hot_rows": 1}}}, "hot_rows are for hot_replicated alone"),
+        (
+            {"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 10}}},
+            "use row_wise to replicate none of the 10 rows",
+        ),
+        ({"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 1.5}}}, "hot_rows must be an integer"),
+        ({"tables": {"*": {"sharding": "row_wise", "hot_rows": 1}}}, "hot_rows can only be used with hot_replicated"),
     ],
 )
 def test_schemes_of_hosts_are_checked(document: Any, words: str) -> None:
@@ -167,15 +170,15 @@ def test_written_out_pieces_of_hosts_are_checked() -> None:
         return {"devices_per_host": 2, "tables": tables}
 
     hot = ([0, 2], whole, everywhere)
-    refused(shards("hot_replicated", ([0, 7], whole, everywhere)), "no rows beside the hot ones", num_ranks=4)
-    refused(shards("hot_replicated", ([0, 2], whole, [0, 1]), ([2, 7], whole, [0])), "needs one", num_ranks=4)
-    refused(shards("hot_replicated", hot, ([2, 7], whole, [0, 1])), "has 2 owners", num_ranks=4)
-    refused(shards("grid", ([0, 3], whole, [0]), ([3, 7], whole, [2])), "lie in hosts [0, 1]", num_ranks=4)
-    refused(shards("row_wise", hot, ([2, 7], whole, [0])), "has 4 owners", num_ranks=4)
+    refused(shards("hot_replicated", ([0, 7], whole, everywhere)), "all rows are hot", num_ranks=4)
+    refused(shards("hot_replicated", ([0, 2], whole, [0, 1]), ([2, 7], whole, [0])), "must have a replica", num_ranks=4)
+    refused(shards("hot_replicated", hot, ([2, 7], whole, [0, 1])), "must have one rank, got 2", num_ranks=4)
+    refused(shards("grid", ([0, 3], whole, [0]), ([3, 7], whole, [2])), "got hosts [0, 1]", num_ranks=4)
+    refused(shards("row_wise", hot, ([2, 7], whole, [0])), "must have one rank, got 4", num_ranks=4)
 
 
 def test_hosts_are_full() -> None:
-    with pytest.raises(MesetaError, match="4 ranks do not fill hosts of 3"):
+    with pytest.raises(MesetaError, match="num_ranks must be a multiple of devices_per_host, got 4 and 3"):
         Plan(num_ranks=4, tables=(), devices_per_host=3)
 
 
@@ -204,30 +207,30 @@ def test_shards_written_out_are_ordered() -> None:
         ({"table": {}}, ["unknown key 'table'", "did you mean 'tables'?"]),
         ({3: {}}, ["unknown key 3"]),
         ({"format": "meseta.plan/9", "tables": {"*": "row_wise"}}, ["'meseta.plan/9'", "'meseta.plan/1'"]),
-        ({"num_ranks": 4, "tables": {"*": "row_wise"}}, ["for 4 ranks", "this run has 2", "make a plan"]),
-        ({"tables": ["user"]}, ["'tables' must map", "['user']"]),
+        ({"num_ranks": 4, "tables": {"*": "row_wise"}}, ["for 4 ranks", "this run has 2", "create a plan"]),
+        ({"tables": ["user"]}, ["'tables' must be a mapping", "['user']"]),
         ({"tables": {}}, ["table 'user' is not placed", "'*'"]),
         ({}, ["table 'user' is not placed"]),
         ({"tables": {"usr": "row_wise", "*": "row_wise"}}, ["no table 'usr'", "did you mean 'user'?"]),
-        ({"tables": {1: "row_wise", "*": "row_wise"}}, ["no table 1", "known are item, user"]),
-        ({"tables": {"*": 3}}, ["table 'user' must have a scheme", "got 3"]),
-        ({"tables": {"*": ["row_wise"]}}, ["must have a scheme"]),
+        ({"tables": {1: "row_wise", "*": "row_wise"}}, ["no table 1", "available: item, user"]),
+        ({"tables": {"*": 3}}, ["table 'user' must have a sharding type", "got 3"]),
+        ({"tables": {"*": ["row_wise"]}}, ["must have a sharding type"]),
         ({"tables": {"*": "row_wize"}}, ["table 'user': sharding 'row_wize'", "did you mean 'row_wise'?"]),
-        ({"tables": {"*": {"ranks": [0]}}}, ["sharding None is unknown", "known are column_wise"]),
+        ({"tables": {"*": {"ranks": [0]}}}, ["sharding None is unknown", "available: column_wise"]),
         ({"tables": {"*": {"sharding": ["row_wise"]}}}, ["sharding ['row_wise'] is unknown"]),
         ({"tables": {"*": {"sharding": "row_wise", "rank": [0]}}}, ["unknown key 'rank'", "did you mean 'ranks'?"]),
         ({"tables": {"*": {"sharding": "row_wise", "ranks": "all"}}}, ["ranks must be a list", "got 'all'"]),
-        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0.5]}}}, ["ranks must be a list of whole numbers"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0.5]}}}, ["ranks must be a list of integers"]),
         ({"tables": {"*": {"sharding": "row_wise", "ranks": None}}}, ["ranks must be a list", "None"]),
-        ({"tables": {"*": {"sharding": "row_wise", "ranks": []}}}, ["'user' (row_wise) has no ranks"]),
-        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0, 2]}}}, ["placed on ranks [2]", "outside 0..1"]),
-        ({"tables": {"*": {"sharding": "row_wise", "ranks": [-1]}}}, ["placed on ranks [-1]", "outside 0..1"]),
-        ({"tables": {"*": {"sharding": "table_wise", "ranks": [0, 1]}}}, ["needs one rank, got [0, 1]"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": []}}}, ["'user' (row_wise): ranks must not be empty"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0, 2]}}}, ["ranks of table 'user'", "in 0..1, got [2]"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [-1]}}}, ["ranks of table 'user'", "in 0..1, got [-1]"]),
+        ({"tables": {"*": {"sharding": "table_wise", "ranks": [0, 1]}}}, ["must have one rank, got [0, 1]"]),
         (
             {"tables": {"*": {"sharding": "data_parallel", "ranks": [1]}}},
-            ["replicas on ranks [1]", "2 ranks needs one"],
+            ["all 2 ranks must have a replica", "got ranks [1]"],
         ),
-        ({"tables": {"*": {"sharding": "data_parallel", "ranks": [0, 1, 1]}}}, ["replicas on ranks [0, 1, 1]"]),
+        ({"tables": {"*": {"sharding": "data_parallel", "ranks": [0, 1, 1]}}}, ["got ranks [0, 1, 1]"]),
         ({"tables": {"*": {"sharding": "row_wise", "cost": "much"}}}, ["cost must be a finite number", "'much'"]),
         ({"tables": {"*": {"sharding": "row_wise", "cost": float("nan")}}}, ["cost must be", "nan"]),
         ({"tables": {"*": {"sharding": "row_wise", "cost": -1}}}, ["cost must not be negative", "-1"]),
@@ -251,28 +254,32 @@ def piece(**keys: Any) -> dict[str, Any]:
         ("row_wise", [3], ["shard 0 must be a mapping", "got 3"]),
         ("row_wise", [{"rows": [0, 10], "columns": [0, 40]}], ["shard 0: key 'ranks' is missing"]),
         ("row_wise", [piece(row=3)], ["shard 0: unknown key 'row'", "did you mean 'rows'?"]),
-        ("row_wise", [piece(rows="all")], ["shard 0: rows must be a list of whole numbers, got 'all'"]),
-        ("row_wise", [piece(rows=[0, 10.0])], ["shard 0: rows must be a list of whole numbers"]),
-        ("row_wise", [piece(columns=[0, 16, 40])], ["shard 0: columns must be the first and the one after the last"]),
+        ("row_wise", [piece(rows="all")], ["shard 0: rows must be a list of integers, got 'all'"]),
+        ("row_wise", [piece(rows=[0, 10.0])], ["shard 0: rows must be a list of integers"]),
+        ("row_wise", [piece(columns=[0, 16, 40])], ["shard 0: columns must be [start, stop]"]),
         ("row_wise", [piece(ranks=0)], ["shard 0: ranks must be a list"]),
-        ("row_wise", [piece(ranks=[])], ["placed on ranks []"]),
+        ("row_wise", [piece(ranks=[])], ["'user' must be a non-empty list of ranks in 0..1, got []"]),
         ("row_wise", [piece(tier="ssd")], ["tier 'ssd' is unknown"]),
-        ("row_wise", [], ["cover 0 of 400 cells"]),
-        ("row_wise", [piece(rows=[0, 9])], ["cover 360 of 400 cells"]),
-        ("row_wise", [piece(rows=[0, 11])], ["shard 0 holds rows 0..10", "10 x 40 table"]),
-        ("row_wise", [piece(rows=[5, 5]), WHOLE], ["holds rows 5..4"]),
-        ("row_wise", [piece(rows=[0, 6]), piece(rows=[5, 10])], ["shard 1 overlaps another"]),
-        ("row_wise", [piece(columns=[0, 8]), piece(columns=[8, 40])], ["starts at column 8", "multiples of 16"]),
-        ("row_wise", [piece(ranks=[0, 1])], ["shard 0 has 2 owners"]),
+        ("row_wise", [], ["cover 0 of 400 elements"]),
+        ("row_wise", [piece(rows=[0, 9])], ["cover 360 of 400 elements"]),
+        ("row_wise", [piece(rows=[0, 11])], ["shard 0 has rows 0..10", "10 x 40 table"]),
+        ("row_wise", [piece(rows=[5, 5]), WHOLE], ["has rows 5..4"]),
+        ("row_wise", [piece(rows=[0, 6]), piece(rows=[5, 10])], ["shard 1 overlaps another shard"]),
+        (
+            "row_wise",
+            [piece(columns=[0, 8]), piece(columns=[8, 40])],
+            ["must start at a multiple of 16 columns", "got column 8"],
+        ),
+        ("row_wise", [piece(ranks=[0, 1])], ["shard 0 must have one rank, got 2"]),
         (
             "row_wise",
             [piece(columns=[0, 16]), piece(rows=[0, 5], columns=[16, 40]), piece(rows=[5, 10], columns=[16, 40])],
-            ["row ranges must be equal or apart", "0..4", "0..9"],
+            ["row ranges must be equal or disjoint", "0..4", "0..9"],
         ),
-        ("table_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["cut into 2 shards", "keeps the table whole"]),
-        ("data_parallel", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["cut into 2 shards"]),
-        ("data_parallel", [WHOLE], ["replicas on ranks [0]"]),
-        ("column_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["only some of the rows", "row_wise"]),
+        ("table_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["requires exactly one shard", "got 2"]),
+        ("data_parallel", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["requires exactly one shard, got 2"]),
+        ("data_parallel", [WHOLE], ["all 2 ranks must have a replica, got ranks [0]"]),
+        ("column_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["must have all rows", "row_wise"]),
     ],
 )
 def test_bad_shards_are_named(sharding: str, shards: Any, words: list[str]) -> None:
@@ -281,14 +288,14 @@ def test_bad_shards_are_named(sharding: str, shards: Any, words: list[str]) -> N
 
 def test_ranks_and_shards_exclude_each_other() -> None:
     entry = {"sharding": "row_wise", "ranks": [0], "shards": [WHOLE]}
-    refused({"tables": {"user": entry, "*": "row_wise"}}, "'ranks' and 'shards' exclude each other")
+    refused({"tables": {"user": entry, "*": "row_wise"}}, "'ranks' and 'shards' are mutually exclusive")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     contents = {
-        "list.yaml": (b"- a\n", "must hold a mapping of keys to values, but holds list"),
+        "list.yaml": (b"- a\n", "must contain a mapping of keys to values, got list"),
         "broken.yaml": (b"tables: [", "while parsing"),
-        "binary.yaml": (b"tab\xff", "not text in UTF-8 (invalid start byte at byte 3)"),
+        "binary.yaml": (b"tab\xff", "not valid UTF-8 (invalid start byte at byte 3)"),
         "twice.yaml": (
             b"tables:\n  user: row_wise\n  user: table_wise\n",
             "key 'user' is given twice, again in line 3",
@@ -320,9 +327,9 @@ def test_plans_built_in_python_are_checked() -> None:
         (lambda: Plan(num_ranks=1, tables=(entry, entry)).check([USER]), "'user' is placed twice"),
         (
             lambda: Plan(num_ranks=1, tables=(dataclasses.replace(entry, table="item"),)),
-            "table 'item' holds a shard of table 'user'",
+            "table 'item' contains a shard of table 'user'",
         ),
-        (lambda: cut(USER, ShardingType.ROW_WISE, []), "has no ranks"),
+        (lambda: cut(USER, ShardingType.ROW_WISE, []), "ranks must not be empty"),
     ]
     for make, words in bad:
         with pytest.raises(MesetaError) as caught:

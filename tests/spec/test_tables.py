@@ -43,20 +43,23 @@ def test_specs_are_frozen_and_numpy_sizes_become_int() -> None:
 def test_sizes_are_whole_numbers(field: str, value: Any) -> None:
     make = lambda: TableSpec(**{"name": "user", "num_embeddings": 3, "embedding_dim": 4, field: value})  # noqa: E731
     most = 2**63 - 1 if field == "num_embeddings" else 2**31 - 1
-    refused(make, f"table 'user': {field} must be a whole number, at least 1 and at most {most}, got {value!r}")
+    refused(make, f"table 'user': {field} must be an integer in 1..{most}, got {value!r}")
 
 
 @pytest.mark.parametrize("name", ["", "*", 3, None])
 def test_names_are_text(name: Any) -> None:
-    refused(lambda: TableSpec(name=name, num_embeddings=1, embedding_dim=1), f"table {name!r}: a name must be text")
-    refused(lambda: FeatureSpec(name=name, table="user"), f"feature {name!r}: a name must be text")
+    refused(
+        lambda: TableSpec(name=name, num_embeddings=1, embedding_dim=1),
+        f"table {name!r}: the name must be a non-empty string",
+    )
+    refused(lambda: FeatureSpec(name=name, table="user"), f"feature {name!r}: the name must be a non-empty string")
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: TableSpec(name="t", num_embeddings=1, embedding_dim=1, dtype="float23"), "did you mean 'float32'?"),
-        (lambda: FeatureSpec(name="f", table="t", pooling="avg"), "feature 'f': pooling 'avg' is unknown; known are"),
+        (lambda: FeatureSpec(name="f", table="t", pooling="avg"), "feature 'f': pooling 'avg' is unknown; available:"),
         (
             lambda: FeatureSpec(name="f", table="t", id_policy="dorp"),
             "id_policy 'dorp' is unknown; did you mean 'drop'?",
@@ -77,26 +80,25 @@ def test_names_are_text(name: Any) -> None:
         (lambda: OptimizerSpec(weight_decay_mode="couple"), "did you mean 'coupled'?"),
         (
             lambda: OptimizerSpec(name="adamw", stepped_rows="looked_up"),
-            "but this one has decay of its own; take 'touched', or one of sgd, adagrad, rowwise_adagrad, adam, "
-            "rowwise_adam, rmsprop",
+            "set stepped_rows to 'touched', or use one of sgd, adagrad, rowwise_adagrad, adam, rowwise_adam, rmsprop",
         ),
         (
             lambda: OptimizerSpec(name="sgd", stepped_rows="looked_up", weight_decay_mode="decoupled"),
-            "but weight_decay_mode is 'decoupled'; take 'coupled', or stepped_rows 'touched'",
+            "set weight_decay_mode to 'coupled', or stepped_rows to 'touched'",
         ),
-        (lambda: OptimizerSpec(clip_norm=0.0), "clip_norm must be positive, or None for no clipping, got 0.0"),
+        (lambda: OptimizerSpec(clip_norm=0.0), "clip_norm must be positive, or None to disable clipping, got 0.0"),
         (lambda: OptimizerSpec(clip_value="1"), "clip_value must be a finite number, got '1'"),
-        (lambda: OptimizerSpec(name="ftrl", beta=0.0), "beta and initial_accumulator are both 0"),
-        (lambda: OptimizerSpec(name="a:b", element_states=1.5), "element_states must be a whole number"),
+        (lambda: OptimizerSpec(name="ftrl", beta=0.0), "the sum of beta and initial_accumulator must not be 0"),
+        (lambda: OptimizerSpec(name="a:b", element_states=1.5), "element_states must be a non-negative integer"),
         (lambda: OptimizerSpec(name="a:b", options=[3]), "options must map names to values, got [3]"),
-        (lambda: OptimizerSpec(name="a:b", options={"x": {1, 2}}), "options must be what JSON can hold"),
+        (lambda: OptimizerSpec(name="a:b", options={"x": {1, 2}}), "options must be serializable as JSON"),
         (lambda: OptimizerSpec(name=7), "name 7 is unknown"),
         (lambda: InitSpec(kind="gauss"), "init: kind 'gauss' is unknown"),
         (lambda: InitSpec(scale=float("nan")), "init: scale must be a finite number"),
-        (lambda: InitSpec(scale=-1.0), "scale of 'uniform' is a width and must not be negative"),
-        (lambda: Topology(num_hosts=0), "num_hosts must be at least 1"),
-        (lambda: Topology(devices_per_host=0), "devices_per_host must be at least 1"),
-        (lambda: Topology(hbm_bytes=0), "hbm_bytes must be at least 1, or None"),
+        (lambda: InitSpec(scale=-1.0), "scale must not be negative for kind 'uniform'"),
+        (lambda: Topology(num_hosts=0), "num_hosts must be a positive integer"),
+        (lambda: Topology(devices_per_host=0), "devices_per_host must be a positive integer"),
+        (lambda: Topology(hbm_bytes=0), "hbm_bytes must be an integer >= 1, or None"),
     ],
 )
 def test_bad_values_are_named(make: Any, words: str) -> None:
@@ -124,9 +126,9 @@ def test_features_must_fit_the_tables() -> None:
     user = TableSpec(name="user", num_embeddings=1, embedding_dim=1)
     seen, sold = FeatureSpec(name="seen", table="user"), FeatureSpec(name="sold", table="user")
     check_features([user], [seen, sold])
-    refused(lambda: check_features([user, user], []), "table 'user' is given 2 times")
-    refused(lambda: check_features([user], [seen, seen]), "feature 'seen' is given 2 times")
+    refused(lambda: check_features([user, user], []), "table 'user' is defined 2 times")
+    refused(lambda: check_features([user], [seen, seen]), "feature 'seen' is defined 2 times")
     refused(
         lambda: check_features([user], [FeatureSpec(name="f", table="usr")]),
-        "feature 'f' reads table 'usr'; did you mean 'user'?",
+        "feature 'f' reads the unknown table 'usr'; did you mean 'user'?",
     )

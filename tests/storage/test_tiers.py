@@ -295,18 +295,16 @@ def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
 def test_plans_that_cannot_be_are_named() -> None:
     made = collection("sgd", "float32")
     one = partial(Plan.from_dict, tables=made.tables, num_ranks=1)
-    with pytest.raises(MesetaError, match="data_parallel keeps copies of rows in the memory of each rank"):
+    with pytest.raises(MesetaError, match="data_parallel supports only tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "data_parallel", "tier": "disk"}}}, made.tables, 2)
-    with pytest.raises(
-        MesetaError, match=r"table 'big' has rows in tier 'disk', and there is no folder .*storage\.dir"
-    ):
+    with pytest.raises(MesetaError, match=r"table 'big' has shards in tier 'disk', which requires storage\.dir"):
         made.place(one({"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}))
     all_rows = [replace(t, optimizer=OptimizerSpec(name="adam", lr=0.1, stepped_rows="all")) for t in made.tables]
-    with pytest.raises(MesetaError, match="its optimizer steps all rows in each step"):
+    with pytest.raises(MesetaError, match="stepped_rows 'all' of its optimizer requires tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}, all_rows, 1)
-    with pytest.raises(MesetaError, match="rows lie near and far in 'cached' and 'disk' alone"):
+    with pytest.raises(MesetaError, match="only tiers 'cached' and 'disk' have a cache"):
         one({"tables": {"*": {"sharding": "table_wise", "near_rows": 3}}})
-    with pytest.raises(MesetaError, match="near_rows must be 1 to 500"):
+    with pytest.raises(MesetaError, match=r"near_rows must be an integer in 1\.\.500"):
         one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 0}}})
 
 

@@ -218,7 +218,7 @@ def change(document: Any, path: str, value: Any) -> None:
         ("tables/user/columns", [], "'tables.user.columns'"),
         ("tables/item/columns/0/dtype", "float64", "table 'item' was trained with"),
         ("tables/item/columns/1/name", "a\nb", "table 'item': "),
-        ("tables/a\nb", "item", "table 'a\\nb': it must have characters, and no control characters"),
+        ("tables/a\nb", "item", "table 'a\\nb': it must not be empty or contain control characters"),
     ],
 )
 def test_a_manifest_is_checked_before_it_is_used(

@@ -1,4 +1,4 @@
-"""What the user says (tables, features, machines) and what the planner decided (shards, plans). No torch here."""
+"""Specifications of tables, features, machines and workloads, and sharding plans. Does not import torch."""
 
 from meseta.errors import MesetaError, nearest
 from meseta.spec.codecs import Communication

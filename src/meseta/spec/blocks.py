@@ -1,22 +1,26 @@
-"""Blocks of a checkpoint: how many rows each has, and how many a save holds at a time; `checkpoint.save` is built of
-these numbers, and memory is predicted by them."""
+"""Sizes and concurrency limits of checkpoint blocks, shared by `meseta.checkpoint` and the memory prediction."""
 
 from __future__ import annotations
 
 BLOCK_BYTES = 32 << 20
-"""A block holds the largest power of two of rows that fits here, so 16 to 32 MiB. What a rank receives in one round of
-an exchange has no more, and neither has what it sends to one rank."""
+"""Maximum size of a block. In one exchange round, a rank receives at most as much, and sends at most as much to each
+other rank."""
+# The disk writes some rounds while others are checksummed.
 WRITES_IN_FLIGHT = 4
-"""Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others."""
+"""Maximum number of concurrent checkpoint writes per rank. Each writes the blocks of one exchange round."""
+# The disk reads some blocks while others are checksummed.
 READERS, CHAIN_READERS = 6, 3
-"""Blocks that are read at once, of one exact file each, or of several files or in codes, which take up to three times
-their size while they are read: the disk is busy while others are summed."""
+"""Maximum number of blocks read concurrently. `READERS` is for unquantized blocks of one file. `CHAIN_READERS` is for
+all others, which need up to three times their size in memory."""
 ID_BYTES = 8
-"""Of the number of a row, which stands before it in a block."""
+"""Size of the int64 id that a block stores with each row."""
 ROW_ID_BYTES = 4
-"""Of a row that stands among some of a block, counted from the first of the block."""
+"""Size of a uint32 row index relative to the block, in files that store only some rows of a block."""
 
 
 def block_rows(row_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Rows of every block but the last, where a row has `row_bytes` with its id and its states."""
+    """Return the number of rows per block, a power of two. The last block of a table may have fewer.
+
+    `row_bytes` includes the row id and the optimizer state.
+    """
     return 1 << (max(block_bytes // row_bytes, 1).bit_length() - 1)

@@ -1,16 +1,4 @@
-"""How ranks write what they send each other, and which way it takes: codecs of the wire, and what a run asks for.
-
-codec   a number       a block of 16     a value is written as
------   ------------   ---------------   ------------------------------------------------------------------
-fp32    4 bytes        -                 itself (float64 rows: 8 bytes)
-fp16    2 bytes        -                 the nearest, of the value times a power of two that all ranks know
-bf16    2 bytes        -                 the nearest
-fp8     1 byte, e4m3   2 bytes, bf16     value / scale, where scale >= largest of the block / 448
-int8    1 byte         2 bytes, bf16     value / scale, where scale >= largest of the block / 127
-
-A block never depends on where a table lies: 16 columns of a bag, of a row that is not pooled or of a replica's row, and
-16 numbers of a dense parameter.
-"""
+"""Codecs and exchange algorithms for communication between ranks."""
 
 from __future__ import annotations
 
@@ -23,95 +11,119 @@ from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 Exchange = Literal["flat", "two_level"]
-"""Which way ids, rows and their gradients take between hosts: straight to each rank; or inside a host to the rank with
-the place of the one that asked, and across between ranks of one place alone, see `meseta.embedding.routes`."""
+"""Algorithm for exchanging ids, embeddings and their gradients. `flat` sends directly to each rank. `two_level` is
+hierarchical: between hosts, only ranks with the same local index communicate."""
 DensePath = Literal["twins", "chain"]
-"""How sums over hosts go where they go by host: between all ranks of one place, or along a chain of hosts."""
+"""Algorithm for the inter-host phase of a hierarchical all-reduce. `twins` exchanges directly between the ranks with
+the same local index. `chain` passes sums from host to host."""
 SumPath = Literal["flat", "twins", "chain"]
-"""Which way sums over ranks take: straight between all; or by host, and there as DensePath says."""
+"""Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of `DensePath`."""
+# owners         all-to-all between all ranks and the owners of shards
+# host           all-to-all inside each host
+# hosts          all-to-all between the ranks with the same local index
+# columns        all-to-all between the owners of different columns of the same rows
+# sum            all-reduce over all ranks
+# gather         all-gather over all ranks
+# host gather    all-gather inside each host
+# host scatter   reduce-scatter inside each host
+# host sum       all-reduce inside each host
+# hosts sum      all-reduce between the ranks with the same local index
+# hosts chain    as `hosts sum`, along a chain of hosts
 Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "host sum",
               "hosts sum", "hosts chain"]  # fmt: skip
-"""Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
-the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
-copy of what each has, on all; inside each host, such a copy, a sum of which each rank gets its part, and that with its
-copy on all; a sum over the ranks that have the same place in all hosts, directly or along a chain of them."""
+"""Kind of collective and the ranks that take part in it."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to write numbers."""
+    """Encoding of floating-point numbers for communication."""
 
     name: CodecName
-    """As configs have it."""
     number_bytes: int
-    """Of a number on the wire."""
+    """Bytes per encoded element, without scales."""
     block_bytes: int = 0
-    """Of the scale of a block of COLUMN_BLOCK numbers; 0: it has none."""
+    """Bytes of the scale that is sent for each block of `COLUMN_BLOCK` elements. 0 means no scales."""
     largest: float = 0.0
-    """What a scale maps the largest number of its block to, at most; 0: no scale."""
+    """Largest absolute value of a scaled element. 0 means no scales."""
 
     @property
     def half_unit(self) -> float:
-        """Of the largest number of a block, what rounding one of them to the nearest changes at most."""
+        """Maximum rounding error of an element, relative to the largest absolute value in its block."""
         return {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": (1 + 2.0**-7) / 254}.get(self.name, 0.0)
 
     @property
     def is_whole(self) -> bool:
-        """Whether numbers travel as they were computed."""
+        """Whether the codec is lossless."""
         return self.name == "fp32"
 
     @property
     def each_bytes(self) -> float:
-        """Of a number in a whole block."""
+        """Mean number of bytes per element of a complete block, including its scale."""
         return self.number_bytes + self.block_bytes / COLUMN_BLOCK
 
     def row_bytes(self, pieces: tuple[int, ...]) -> int:
-        """Of a row whose columns are those of several pieces side by side, each in blocks from its first column: the
-        numbers, an empty byte where the scales would begin at an odd one, the scales."""
+        """Return the encoded size of a row made of pieces with the given numbers of columns.
+
+        Each piece starts a new block. Scales follow the elements.
+        """
         numbers = sum(pieces) * self.number_bytes
         if not self.block_bytes:
             return numbers
+        # A padding byte aligns the 2-byte scales.
         return numbers + numbers % 2 + self.block_bytes * num_blocks(pieces)
 
 
+# Cached because every message needs it, and there are few different rows.
 @lru_cache(maxsize=4096)
 def num_blocks(pieces: tuple[int, ...]) -> int:
-    """Scales of a row of pieces; they are few, and asked for in every message."""
+    """Return the number of blocks of a row made of pieces with the given numbers of columns."""
     return sum(-(-width // COLUMN_BLOCK) for width in pieces)
 
 
+# codec   element        scale per block   a value is encoded as
+# fp32    4 bytes        -                 itself (8 bytes in float64 tables)
+# fp16    2 bytes        -                 the nearest fp16 to value * 2^k, where all ranks know k
+# bf16    2 bytes        -                 the nearest bf16
+# fp8     1 byte, e4m3   2 bytes, bf16     value / scale, with scale >= max(abs(block)) / 448
+# int8    1 byte         2 bytes, bf16     value / scale, with scale >= max(abs(block)) / 127
+#
+# A block is 16 columns of a bag, an unpooled row or a replicated row, or 16 elements of a dense parameter. Blocks do
+# not depend on the plan, so that a plan does not change how values are rounded.
 FP32 = Codec("fp32", 4)
 CODECS: dict[CodecName, Codec] = {
     codec.name: codec
     for codec in (FP32, Codec("fp16", 2), Codec("bf16", 2), Codec("fp8", 1, 2, 448.0), Codec("int8", 1, 2, 127.0))
 }
-"""By name."""
+"""All codecs by name."""
 
 Precision = Literal["fp32", "paper", "fp16", "bf16", "fp8", "int8"]
 Direction = Literal["forward", "backward", "dense"]
-"""What a codec is chosen for: answers; their gradients and those of replicas; sums of dense gradients."""
+"""Data that a codec applies to: embeddings (`forward`), gradients of embeddings and of replicated rows (`backward`), or
+all-reduced dense gradients (`dense`)."""
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 PAPER: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
-"""Precision 'paper' (arXiv 2104.05158, section 5.3.2)."""
+"""Codecs of precision `paper` (arXiv 2104.05158, section 5.3.2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How a run's ranks write and route what they send each other."""
+    """Codecs and exchange algorithms of a run."""
 
     precision: Precision = "fp32"
-    """Codec of all three directions; 'paper': fp16 forward, bf16 backward and dense."""
+    """Codec for all communication of embeddings and gradients. `paper` uses fp16 for embeddings and bf16 for all
+    gradients."""
     forward: CodecName | None = None
-    """Of answers; None: as `precision` says."""
+    """Codec for embeddings. `None` selects the codec of `precision`."""
     backward: CodecName | None = None
-    """Of gradients of answers and of replicas; None: as `precision` says."""
+    """Codec for gradients of embeddings and of replicated rows. `None` selects the codec of `precision`."""
     dense: CodecName | None = None
-    """Of sums of dense gradients; None: as `precision` says."""
+    """Codec for the all-reduce of dense gradients. `None` selects the codec of `precision`."""
     exchange: Literal["auto", "flat", "two_level"] = "auto"
-    """Way between hosts, see Exchange; 'auto': that of the plan, else the one that is predicted to take less."""
+    """Algorithm for exchanging ids, embeddings and their gradients between hosts. `auto` follows the plan. If the plan
+    names none, it selects the algorithm with the lower predicted time."""
     dense_exchange: Literal["auto", "twins", "chain"] = "auto"
-    """Way of sums between hosts, see DensePath; 'auto': that of the plan, else the one that is predicted to take
-    less."""
+    """Algorithm of all-reduces between hosts. `auto` follows the plan. If the plan names none, it selects the algorithm
+    with the lower predicted time."""
 
     def __post_init__(self) -> None:
         check_choice("comm", "precision", self.precision, get_args(Precision))
@@ -122,12 +134,11 @@ class Communication:
         check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(DensePath)))
         if self.dense_exchange == "chain" and not (self.codec("dense").is_whole and self.codec("backward").is_whole):
             raise MesetaError(
-                "comm: dense_exchange 'chain' would round sums at each host that they pass; take 'twins', or leave "
-                "backward and dense at 'fp32'"
+                "comm: dense_exchange 'chain' cannot be used with a codec, which would round the sum at each host; "
+                "set dense_exchange to 'twins', or backward and dense to 'fp32'"
             )
 
     def codec(self, direction: Direction) -> Codec:
-        """That of one direction."""
         name: CodecName | None = getattr(self, direction)
         if name is None and self.precision == "paper":
             name = PAPER[direction]
@@ -135,20 +146,22 @@ class Communication:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all numbers travel as they were computed."""
+        """Whether the codecs of all directions are lossless."""
         return all(self.codec(direction).is_whole for direction in DIRECTIONS)
 
     def check_dtype(self, dtype: str) -> None:
-        """Raise MesetaError for codecs beside tables of float64, which are there to verify."""
+        """Raise MesetaError if a lossy codec would be used with float64 tables."""
+        # Tables of float64 are for verification, which rounding would defeat.
         if dtype == "float64" and not self.is_exact:
             raise MesetaError(
-                "comm: tables of float64 travel as they are; leave precision at 'fp32', or take tables of float32"
+                "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use float32 "
+                "tables"
             )
 
 
 def sum_path(exchange: Exchange | None, dense_exchange: DensePath | None, codec: Codec) -> SumPath:
-    """Which way sums over ranks take between hosts: with a codec they go by host, and it writes what crosses."""
-    if not codec.is_whole:
+    """Return the all-reduce algorithm for these settings. With a lossy codec it is always `twins`."""
+    if not codec.is_whole:  # Codecs encode the sums of hosts, which only a hierarchical all-reduce computes.
         return "twins"
     if exchange == "flat":
         return "flat"
@@ -156,16 +169,16 @@ def sum_path(exchange: Exchange | None, dense_exchange: DensePath | None, codec:
 
 
 CHAIN_PIECES = 8
-"""Pieces that follow each other along a chain of hosts, as `meseta.comm.sums` cuts them."""
+"""Number of chunks of an all-reduce that are pipelined along a chain of hosts."""
 
 
 def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
-    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
+    """Return the bytes that a rank sends (inside its host, to other hosts) per byte of replicated data.
 
-    A sum over n ranks has two halves, in each of which (n - 1) / n of the bytes leave each rank: pieces go to their
-    owners, and back to all. A chain hands all on to the next host, and back: its ends send once, the hosts between
-    twice; the mean where `host`, the number of the rank's, is not given.
+    `host` is the index of the rank's host. It matters only for a chain, and `None` gives the mean over all hosts.
     """
+    # An all-reduce over n ranks is a reduce-scatter and an all-gather. Each sends (n - 1) / n of the data per rank.
+    # A chain passes all data to the last host and back, so the two ends send once and the hosts between them twice.
     hosts = num_ranks // per_host
     if way == "hosts chain" and host is not None:
         return 0.0, float((host > 0) + (host < hosts - 1))
@@ -181,7 +194,10 @@ def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = Non
 
 
 def sum_shares(path: SumPath, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
-    """The same of a sum over all ranks by its path: (of a byte as it was computed, of one as it crosses hosts)."""
+    """Return the bytes that a rank sends (inside its host, to other hosts) per byte of an all-reduce over all ranks.
+
+    The second factor applies to the encoded size if there is a codec. `host` is as in `alike_shares`.
+    """
     if path == "flat" or per_host == num_ranks:
         return alike_shares("sum", num_ranks, per_host)
     near, _ = alike_shares("host sum", num_ranks, per_host)

@@ -1,4 +1,4 @@
-"""What operators and collectives cost on one kind of device: measured here, or as documented."""
+"""Cost model: constants that predict the time of operators and collectives, measured or taken from documentation."""
 
 from __future__ import annotations
 
@@ -15,147 +15,129 @@ from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
 DRAWN = ", drawn"
-"""Behind the name of a codec: it rounds to one of both neighbours, by a draw."""
+"""Suffix of a codec name that denotes stochastic rounding."""
 _LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupCost:
-    """Of one rank, seconds: a call looks up all of its shards."""
+    """Time of a lookup, which is one call for all shards of a rank. A constant `x_s` is the number of seconds per `x`.
+
+    A hit is a row in the hardware cache, and a miss is a row in device memory. Bytes are rounded up to cache lines of
+    64 bytes, and numbers of elements to vectors of 16.
+    """
 
     call_s: float = 0.0
-    """Of a call."""
     shard_s: float = 0.0
-    """Of a shard in it."""
     bag_s: float = 0.0
-    """Of a bag."""
     id_s: float = 0.0
-    """Of an id."""
     hit_byte_s: float = 0.0
-    """Of a byte of a row that lies in a cache."""
     miss_s: float = 0.0
-    """Of a row that comes from the device's memory."""
     miss_byte_s: float = 0.0
-    """Of a byte of such a row, in lines of 64."""
+    # Memory delivers pairs of cache lines together.
     long_miss_s: float = 0.0
-    """Of such a row, if it is longer than 128 bytes, on top."""
+    """Additional time per miss of a row longer than 128 bytes."""
     walk_s: float = 0.0
-    """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
+    """Time of page-table walks per id, for each doubling of the rank's rows and optimizer state above 64 MB."""
     out_byte_s: float = 0.0
-    """Of a byte of a pooled bag, written, in lines of 64."""
+    """Time per byte of pooled output."""
     unaligned_byte_s: float = 0.0
-    """Of such a byte, where a table of the model has no multiple of 16 columns, on top."""
+    """Additional time per byte of pooled output if `embedding_dim` of any table is not a multiple of 16."""
     half_number_s: float = 0.0
-    """Of a number that is stored in 16 bits, in vectors of 16, on top."""
+    """Additional time per element stored in 16 bits."""
     measured: bool = False
-    """Whether measured on this machine; else as documented."""
     source: str = ""
-    """Where the constants are from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateCost:
-    """Of one rank, seconds: a call sorts the ids of all of its shards, adds the gradients of every row, steps it."""
+    """Time of a table update, which is one call for all shards of a rank. See `LookupCost` for units.
+
+    A call sorts the ids, sums the gradients of each distinct row, and applies the row optimizer. Hits and misses
+    include optimizer states. Misses are read and written back.
+    """
 
     call_s: float = 0.0
-    """Of a call."""
     shard_s: float = 0.0
-    """Of a shard in it."""
     bag_s: float = 0.0
-    """Of a bag."""
     id_s: float = 0.0
-    """Of an id that is sorted and whose gradient is added."""
+    """Time per id to sort it and to add its gradient."""
     gradient_byte_s: float = 0.0
-    """Of a byte of the gradient of an id, in lines of 64."""
+    """Time per byte of the gradients of all ids, before they are summed."""
     row_s: float = 0.0
-    """Of a distinct row."""
+    """Time per distinct row."""
     hit_byte_s: float = 0.0
-    """Of a byte of a distinct row and its state that lie in a cache."""
     miss_s: float = 0.0
-    """Of a distinct row that comes from the device's memory."""
     miss_byte_s: float = 0.0
-    """Of a byte of such a row and its state, read and written back, in lines of 64."""
     long_miss_s: float = 0.0
-    """Of such a row, if it is longer than 128 bytes, on top."""
+    """Additional time per miss of a row longer than 128 bytes."""
     walk_s: float = 0.0
-    """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
+    """Time of page-table walks per id, for each doubling of the rank's rows and optimizer state above 64 MB."""
     number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number of a distinct row, in vectors of 16, by row optimizer; see `number_seconds`."""
+    """Time per element of a distinct row, by row optimizer."""
     half_number_s: float = 0.0
-    """Of a number that is rounded to 16 bits, in vectors of 16, on top."""
+    """Additional time per element of a distinct row that is stored in 16 bits."""
+    # A row optimizer that sums over whole rows needs all columns. If a shard has only some of them, its gradients are
+    # summed first, and its rows are updated in stages. The staged constants are the additional time.
     staged_shard_s: float = 0.0
-    """Of a shard that holds some columns of rows whose optimizer sums over whole rows, on top: gradients are added up
-    first, and rows stepped in stages."""
     staged_id_s: float = 0.0
-    """Of an id of such a shard, on top."""
     staged_row_s: float = 0.0
-    """Of a distinct row of such a shard, on top."""
     measured: bool = False
-    """Whether measured on this machine; else as documented."""
     source: str = ""
-    """Where the constants are from."""
 
     def number_seconds(self, optimizer: str) -> float:
-        """Of a number of a distinct row; an optimizer that `number_s` lacks costs as the costliest one in it."""
+        """Return the seconds per element. Unknown optimizers cost as much as the slowest known one."""
         return self.number_s.get(optimizer, max(self.number_s.values(), default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCost:
-    """The cache that rows stay in between steps."""
+    """Hardware cache that keeps rows between steps."""
 
     cache_bytes: float = 0.0
-    """What a rank has of it."""
+    """Capacity that one rank can use."""
     measured: bool = False
-    """Whether fitted to measurements on this machine; else as documented."""
     source: str = ""
-    """Where it is from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCost:
-    """The part of a model that is not tables."""
+    """Time of the dense part on one rank, and throughput of its matrix products."""
 
     float32_flops_per_s: float = 1e11
-    """Of a rank's matrix products."""
     bfloat16_flops_per_s: float = 1e11
-    """The same in bfloat16."""
     call_s: float = 0.0
-    """Of a step, whatever its size."""
+    """Fixed time per step."""
     measured: bool = False
-    """Whether measured on this machine; else as documented."""
     source: str = ""
-    """Where the constants are from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCost:
-    """Collectives, and packing before and after them. Links that a topology gives come before these."""
+    """Time of collectives inside and across hosts, and of packing their data. Links of a topology take precedence."""
 
     copy_byte_s: float = 0.0
-    """Of a byte that is packed before it is sent, or put in place after it came, in seconds."""
+    """Seconds per byte that is packed before sending, or unpacked after receiving."""
     bucket_id_s: float = 0.0
-    """Of an id that is sorted by the row range that it falls into, in seconds."""
+    """Seconds per id that is sorted by row range."""
     inside_all_to_all: Link = _LINK
-    """Between the devices of a host."""
+    # In an all-reduce of n bytes over R ranks, each rank sends 2 (R - 1) / R n bytes.
     inside_all_reduce: Link = _LINK
-    """The same of sums; one of n bytes sends 2 (R - 1) / R n bytes from each of R ranks."""
     across_all_to_all: Link = _LINK
-    """Between hosts."""
     across_all_reduce: Link = _LINK
-    """The same of sums."""
     encode_number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number that a codec writes, by its name, in seconds, beside those of copying its bytes; of one whose
-    rounding is drawn by its name and DRAWN."""
+    """Seconds per encoded element, in addition to copying its bytes. Keys are codecs, or codecs with the suffix `DRAWN`
+    for stochastic rounding."""
     decode_number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number that it reads."""
+    """Seconds per decoded element by codec, in addition to copying its bytes."""
     measured: bool = False
-    """Whether measured on this machine; else as documented."""
     source: str = ""
-    """Where the constants are from."""
 
     def codec_seconds(self, codec: str, *, is_drawn: bool = False) -> tuple[float, float]:
-        """(writing a number, reading it). Roundings of gradients are drawn, where a codec draws any."""
+        """Return the seconds to (encode, decode) one element.
+
+        `is_drawn` selects stochastic rounding, which some codecs use for gradients.
+        """
         write_s = self.encode_number_s.get(codec, 0.0)
         if is_drawn:
             write_s = self.encode_number_s.get(codec + DRAWN, write_s)
@@ -164,61 +146,57 @@ class ExchangeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TierCost:
-    """Rows that do not lie in the device's memory. What a rank spends on rows near and far is what a step takes longer
-    than with the same tables in its memory, where its reads do not keep it waiting."""
+    """Additional time of tables outside device memory, compared with tier `hbm`.
+
+    The `near_*` constants assume that the rank never waits for reads.
+    """
 
     host_bytes_per_s: float = 2e10
-    """Of one device, from and to the DRAM of its host; of a CPU rank, copies between far rows of 'cached' and near
-    ones."""
+    """Bandwidth between a device and the DRAM of its host. On a CPU rank, bandwidth of copies between the cache and the
+    backing store of tier `cached`."""
     host_row_s: float = 0.0
-    """Of a row on that way, in seconds, many being under way; with what it costs a rank to find a slot for it."""
+    """Seconds per row copied to or from host DRAM while many copies are in flight, including the search for a cache
+    slot."""
     near_call_s: float = 0.0
-    """Of a step of a rank that has rows near and far, in seconds."""
+    """Fixed seconds per step on a rank with offloaded shards."""
     near_shard_s: float = 0.0
-    """Of a shard whose rows lie near and far, in seconds: to look for rows of a batch, and to give them back."""
+    """Seconds per offloaded shard to find the rows of a batch in the cache and to release them."""
     near_id_s: float = 0.0
-    """Of an id that is looked for there, in seconds."""
+    """Seconds per id that is looked up in the cache."""
     near_row_s: float = 0.0
-    """Of a distinct row of a batch, in seconds: it is kept near, noted as looked up, and let go."""
+    """Seconds per distinct row of a batch to pin it in the cache, record its use and unpin it."""
     disk_bytes_per_s: float = 1e9
-    """Of a host's disks, read in sequence."""
+    """Sequential read bandwidth of all disks of a host."""
     disk_write_bytes_per_s: float = 1e9
-    """Of a host's disks, written in sequence."""
+    """Sequential write bandwidth of all disks of a host."""
     disk_row_s: float = 1e-5
-    """Of a row read at random, in seconds, many being under way: one over the reads a second of a host."""
+    """Seconds per random row read while many reads are in flight, the inverse of the IOPS of a host."""
     disk_processor_s: float = 2e-6
-    """Of a row that is read from a disk, put near, and pushed out again, what its rank loses beside the disk, in
-    seconds."""
+    """Seconds of rank time, without disk time, to fetch a row from disk and evict it later."""
     cached_share: float = CACHED_SHARE
-    """Share of its rows that a table in 'cached' or on 'disk' has near, where nothing else is said."""
+    """Default share of the rows of an offloaded table that fit in its cache."""
     measured: bool = False
-    """Whether measured on this machine; else as documented."""
     source: str = ""
-    """Where the constants are from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """What a rank's operators and collectives cost. Groups of constants say each where they are from."""
+    """Constants that predict the time of operators and collectives on one kind of device.
+
+    Each group of constants records its source, and whether it was measured on this machine or taken from documentation.
+    """
 
     device: DeviceKind = "cpu"
-    """Kind of device."""
     num_threads: int = 1
-    """Threads of a rank, where it computes on a CPU."""
+    """CPU threads per rank, if `device` is 'cpu'."""
     lookup: LookupCost = LookupCost()
-    """Reading and pooling rows."""
     update: UpdateCost = UpdateCost()
-    """Sorting, adding gradients, stepping rows."""
     cache: CacheCost = CacheCost()
-    """Rows that need not come from memory."""
     dense: DenseCost = DenseCost()
-    """Matrix products."""
     exchange: ExchangeCost = ExchangeCost()
-    """Collectives."""
     tiers: TierCost = TierCost()
-    """Rows outside the device's memory."""
     neural: NeuralCost | None = None
-    """Networks that correct what the constants predict; None: there are none."""
+    """Networks that correct the predictions of the constants, or `None` to use the constants alone."""
 
     def __post_init__(self) -> None:
         check_choice("cost model", "device", self.device, get_args(DeviceKind))
@@ -233,15 +211,15 @@ class CostModel:
         return all(getattr(self, name).measured for name in ("lookup", "update", "dense", "exchange"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for YAML or JSON; `from_dict` reads it back."""
+        """Convert to plain data for YAML or JSON. `from_dict` is the inverse."""
         groups = {name: _group_to_dict(getattr(self, name)) for name in _GROUPS}
         neural = {} if self.neural is None else {"neural": self.neural.to_dict()}
         return {"format": _FORMAT, "device": self.device, "num_threads": self.num_threads, **groups, **neural}
 
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> CostModel:
-        """Read a cost model. Raises MesetaError for an unknown or missing key, a value that breaks its rule, or another
-        format."""
+        """Parse a cost model. Raises MesetaError if a key is unknown or missing, or a value or the format is
+        invalid."""
         document = without_format("cost model", document, _FORMAT, required=True)
         for key in ("device", "num_threads", *_GROUPS):
             if key not in document:
@@ -255,11 +233,11 @@ class CostModel:
 
     @staticmethod
     def load(path: str | Path) -> CostModel:
-        """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
+        """Load a cost model from a YAML or JSON file. Raises MesetaError if it cannot be read or is invalid."""
         return load_document("cost model", path, CostModel.from_dict)
 
     def save(self, path: str | Path) -> None:
-        """Write YAML."""
+        """Write the cost model to a YAML file."""
         write_yaml(path, self.to_dict())
 
 
@@ -282,7 +260,7 @@ def _check_group(name: str, group: Any) -> None:
         elif entry.name not in ("measured", "source") and not isinstance(value, Link):
             _check_cost(where, value)
             if (entry.name.endswith("_per_s") or entry.name == "cached_share") and value == 0:
-                raise MesetaError(f"cost model: {where} must be above 0")
+                raise MesetaError(f"cost model: {where} must be above 0, got 0")
 
 
 def _check_cost(where: str, value: object) -> None:

@@ -1,5 +1,4 @@
-"""Files that people and commands write, YAML or JSON: read by the types of what they describe, with an error for all
-that is silently lost elsewhere, and written whole."""
+"""YAML and JSON files that users and commands write, parsed into dataclasses by the types of their fields."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ T = TypeVar("T")
 
 
 def read_mapping(path: str | Path) -> dict[Any, Any]:
-    """The mapping in a YAML or JSON file.
+    """Load a mapping from a YAML or JSON file.
 
-    Raises StorageError, without the name of the file, for one that cannot be read; MesetaError for one that is not
-    there, is no regular file, is not UTF-8 or not YAML, gives a key twice, or holds something else than a mapping.
+    Raises StorageError if reading fails, and MesetaError if the path is not a regular file, or if its content is not
+    UTF-8, not YAML, not a mapping, or has a duplicate key. The messages do not contain the path.
     """
     try:
         document = _parse(read_bounded(path))
@@ -31,27 +30,29 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
         kind = StorageError if is_read_failure(error) else MesetaError
         raise kind(error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
-        raise MesetaError(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None
+        raise MesetaError(f"it is not valid UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
     except ValueError as error:
-        raise MesetaError(f"it has no such name ({error})") from None
+        raise MesetaError(f"its path is invalid ({error})") from None
     if not isinstance(document, dict):
-        raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
+        raise MesetaError(f"it must contain a mapping of keys to values, got {type(document).__name__}")
     return document
 
 
 def _parse(content: bytes) -> Any:
-    """JSON as such, which is read faster than as YAML; all else as YAML, which tells what is wrong with it."""
+    # JSON parses faster than the same text as YAML. If it is invalid, the YAML parser reports the error.
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
             return parse_json(content)
-    from meseta.machine.yaml_text import parse_yaml  # Needs PyYAML, which a machine with bare torch lacks.
+    from meseta.machine.yaml_text import parse_yaml  # A machine with only torch has no PyYAML.
 
     return parse_yaml(content.decode())
 
 
 def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]], T]) -> T:
-    """What `parse` makes of the mapping in a YAML or JSON file; its MesetaError, and those of `read_mapping`, name the
-    file as '`kind` file'."""
+    """Load a YAML or JSON file and apply `parse` to its mapping.
+
+    Raises MesetaError if reading or parsing fails. The message starts with `kind` and the path.
+    """
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
@@ -59,35 +60,39 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
-    """Write plain data, keys in their order, whole or not at all. Raises MesetaError where it cannot be written."""
+    """Write plain data to a YAML file atomically, with keys in their order. Raises MesetaError if writing fails."""
     import yaml
 
     write_whole(path, yaml.safe_dump(document, sort_keys=False))
 
 
 def without_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
-    """A document without the key 'format'. Raises MesetaError where that is another than `name`; where it is not there,
-    which older files of people do not have, if it is `required`."""
-    found = dict(document)
-    if found.pop("format", None if required else name) != name:
+    """Return a copy of `document` without the key 'format'.
+
+    Raises MesetaError if the format is not `name`, or if it is missing and `required`.
+    """
+    # Older files that users wrote have no format.
+    content = dict(document)
+    if content.pop("format", None if required else name) != name:
         raise MesetaError(f"{owner}: its format is unknown; this version reads {name!r}")
-    return found
+    return content
 
 
 def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
-    """An object of the dataclass `form` from plain data, by the types of its fields; `path` is its place in these.
+    """Create an instance of the dataclass `form` from plain data, converting values to the types of its fields.
 
-    Whole numbers may be written with a power of ten, lists stand for tuples, and what is null has its default. Raises
-    MesetaError, naming `owner` and the key, for an unknown or missing key, another type, and what the class refuses.
+    Integers may be written as 1.0e9, lists become tuples, and null means the default. Raises MesetaError if a key is
+    unknown or missing, a value has the wrong type, or the class rejects it. The message contains `owner` and the
+    location of the key, which starts with `path`.
     """
     if not isinstance(document, Mapping):
         raise MesetaError(f"{owner}: {path} must be a mapping, got {document!r}")
-    known = {entry.name: entry for entry in fields(form)}  # type: ignore[arg-type]
+    entries = {entry.name: entry for entry in fields(form)}  # type: ignore[arg-type]
     where = f"{owner}: {path}" if path else owner
-    check_keys(where, document, known)
+    check_keys(where, document, entries)
     types_of = get_type_hints(form)
     values = {}
-    for name, entry in known.items():
+    for name, entry in entries.items():
         if document.get(name) is not None:
             values[name] = _read(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
         elif _is_required(entry):
@@ -103,7 +108,8 @@ def _is_required(entry: Field[Any]) -> bool:
 
 
 def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
-    """A value of a type: a dataclass, a choice, a number, text, or lists, mappings and options of these."""
+    """Convert a value to `kind`: a dataclass, enum, Literal or scalar, or a tuple, mapping or union with None of
+    these."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         [kind] = [one for one in inner if one is not type(None)]
@@ -112,9 +118,9 @@ def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
         return read_record(owner, kind, value, path)  # type: ignore[arg-type]
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            noun = "a list of whole numbers" if inner[0] is int else "a list"
+            noun = "a list of integers" if inner[0] is int else "a list"
             raise MesetaError(f"{owner}: {path} must be {noun}, got {value!r}")
-        numbered = get_origin(inner[0]) is tuple  # of other entries the value tells which it is
+        numbered = get_origin(inner[0]) is tuple  # Error messages show other entries by value, without an index.
         paths = (f"{path}[{i}]" if numbered else path for i in range(len(value)))
         return tuple(_read(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
     if origin is Mapping:
@@ -135,10 +141,10 @@ def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
 
 
 def _whole(owner: str, path: str, value: Any) -> int:
-    if isinstance(value, float) and value.is_integer():  # people write 1.0e9
+    if isinstance(value, float) and value.is_integer():  # YAML reads 1.0e9 as a float.
         value = int(value)
     if not is_whole(value):
-        raise MesetaError(f"{owner}: {path} must be a whole number, got {shown(value)}")
+        raise MesetaError(f"{owner}: {path} must be an integer, got {shown(value)}")
     if abs(value) > MAX_WHOLE:
         raise MesetaError(f"{owner}: {path} must be at most {MAX_WHOLE}, got {shown(value)}")
     return int(value)
@@ -153,7 +159,7 @@ def _number(owner: str, path: str, value: Any) -> float:
 
 def _text(owner: str, path: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise MesetaError(f"{owner}: {path} must be text, got {value!r}")
+        raise MesetaError(f"{owner}: {path} must be a non-empty string, got {value!r}")
     return value
 
 

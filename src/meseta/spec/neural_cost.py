@@ -1,4 +1,4 @@
-"""Small networks that correct what the constants of a cost model predict, as text that goes into its file."""
+"""Small neural networks that correct a cost model's predictions, in the form in which they are stored in its file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PIECE_INPUTS = (
     "id_bytes", "miss_bytes", "out_bytes", "columns", "row_bytes", "num_rows", "stored_bytes",
     "is_unaligned", "is_half", "sgd", "rowwise_adagrad", "adagrad", "adam",
 )  # fmt: skip
-"""What a network is told of a piece, numbers as logarithms."""
+"""Input features of a network per shard. Numeric features are logarithms."""
 RANK_INPUTS = ("seconds", "pieces")
-"""What it is told of a rank beside that: what the constants predict, and how many pieces, as logarithms."""
+"""Input features of a network per rank, as logarithms: predicted seconds and number of shards."""
 _ENDS = {
     "head_in": ("members", "head_inputs", "hidden"),
     "head_in_bias": ("members", "hidden"),
@@ -40,42 +40,42 @@ PIECE_ARRAYS: Mapping[str, tuple[str | int, ...]] = {
     "table_out_bias": ("members", "summed"),
     **_ENDS,
 }
-"""Arrays of a network of lookups or updates, with the names of their sizes."""
+"""Arrays of a lookup or update network, with the names or values of their dimensions."""
 COLLECTIVE_ARRAYS: Mapping[str, tuple[str | int, ...]] = {**_INPUTS, **_ENDS}
-"""Arrays of a network of collectives."""
+"""Arrays of a collective network, with the names or values of their dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberArray:
-    """Finite float32 numbers."""
+    """Array of finite float32 numbers in a serializable form."""
 
     shape: tuple[int, ...]
-    """Sizes, each at least 1."""
+    """Size of each dimension, at least 1."""
     float32: str
-    """The numbers in C order, little-endian, in base64 (RFC 4648)."""
+    """Numbers in C order, little-endian, encoded in base64 (RFC 4648)."""
 
     def __post_init__(self) -> None:
         try:
             data = base64.b64decode(self.float32, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise MesetaError(f"float32 is no base64 ({error})") from None
+            raise MesetaError(f"float32 is not valid base64 ({error})") from None
         if len(data) != 4 * math.prod(self.shape):
-            raise MesetaError(f"float32 holds {len(data):,} bytes, but shape {list(self.shape)} takes 4 each")
-        import numpy as np  # Only files with networks need it.
+            raise MesetaError(f"float32 has {len(data):,} bytes, but shape {list(self.shape)} requires 4 per number")
+        import numpy as np  # Only files with networks need numpy.
 
         if not np.isfinite(np.frombuffer(data, "<f4")).all():
-            raise MesetaError("float32 holds a number that is not finite")
+            raise MesetaError("float32 contains a non-finite number")
 
     @staticmethod
     def of(numbers: NDArray[Any]) -> NumberArray:
-        """From numbers of any shape; raises MesetaError where one is not finite as float32."""
+        """Create an instance from an array of any shape. Raises MesetaError if a number is not finite in float32."""
         import numpy as np
 
         data = np.ascontiguousarray(numbers, "<f4").tobytes()
         return NumberArray(shape=numbers.shape, float32=base64.b64encode(data).decode())
 
     def numbers(self) -> NDArray[np.float64]:
-        """As an array of `shape`."""
+        """Return the numbers as a float64 array of `shape`."""
         import numpy as np
 
         data = base64.b64decode(self.float32)
@@ -83,39 +83,40 @@ class NumberArray:
 
 
 Network = Mapping[str, NumberArray]
-"""Arrays by name."""
+"""Arrays of one network by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeuralCost:
-    """Networks in the way of NeuroShard (D. Zha et al., arXiv 2305.01868, section 3.2), each an ensemble.
+    """Networks that correct the predictions of a cost model, as in NeuroShard (arXiv 2305.01868, section 3.2).
 
-    They give the logarithm of what a lookup, an update or a collective takes, over what the constants of the same cost
-    model predict for it."""
+    Each network is an ensemble. It predicts the logarithm of the ratio between the time of a lookup, update or
+    collective and the time that the constants predict.
+    """
 
     lookup: Network
-    """Of a rank's pieces: PIECE_ARRAYS."""
+    """Network for lookups, with the arrays of `PIECE_ARRAYS`."""
     update: Network
-    """The same."""
+    """Network for table updates, with the arrays of `PIECE_ARRAYS`."""
     collectives: Mapping[int, Network] = field(default_factory=dict)
-    """By number of devices of one host: COLLECTIVE_ARRAYS."""
+    """Networks for collectives inside one host, by number of devices, with the arrays of `COLLECTIVE_ARRAYS`."""
     source: str = ""
-    """Where the networks are from."""
+    """Command, date and extent of the measurements that the networks were trained on."""
 
     def __post_init__(self) -> None:
         for name in ("lookup", "update"):
             sizes = {"inputs": len(PIECE_INPUTS)}
-            found = _check_arrays(f"neural.{name}", getattr(self, name), PIECE_ARRAYS, sizes)
-            _check_size(f"neural.{name}", "head_in", found["head_inputs"], found["summed"] + len(RANK_INPUTS))
+            dims = _check_arrays(f"neural.{name}", getattr(self, name), PIECE_ARRAYS, sizes)
+            _check_size(f"neural.{name}", "head_in", dims["head_inputs"], dims["summed"] + len(RANK_INPUTS))
         for num_ranks, network in self.collectives.items():
             where = f"neural.collectives.{num_ranks}"
             if not is_whole(num_ranks) or num_ranks < 2:
-                raise MesetaError(f"cost model: {where}: its key must be a number of devices, 2 and up")
-            found = _check_arrays(where, network, COLLECTIVE_ARRAYS, {"inputs": num_ranks + 2})
-            _check_size(where, "head_in", found["head_inputs"], found["inputs"])
+                raise MesetaError(f"cost model: {where}: the key must be a number of devices, at least 2")
+            dims = _check_arrays(where, network, COLLECTIVE_ARRAYS, {"inputs": num_ranks + 2})
+            _check_size(where, "head_in", dims["head_inputs"], dims["inputs"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it back."""
+        """Convert to plain data. `from_dict` is the inverse."""
         return {
             "lookup": _to_dict(self.lookup),
             "update": _to_dict(self.update),
@@ -125,68 +126,70 @@ class NeuralCost:
 
     @staticmethod
     def from_dict(document: object) -> NeuralCost:
-        """Read the group `neural` of a cost model. Raises MesetaError for an unknown or missing key, and for arrays
-        that have another shape than their network needs, are cut short or hold what is no finite number."""
+        """Parse the group `neural` of a cost model.
+
+        Raises MesetaError if a key is unknown or missing, or an array is truncated, non-finite or of the wrong shape.
+        """
         document = _mapping("neural", document)
-        known = ("lookup", "update", "collectives", "source")
-        check_keys("cost model: neural", document, known)
-        for key in known:
+        keys = ("lookup", "update", "collectives", "source")
+        check_keys("cost model: neural", document, keys)
+        for key in keys:
             if key not in document:
                 raise MesetaError(f"cost model: neural.{key} is missing; run `meseta calibrate --neural` again")
         if not isinstance(document["source"], str):
-            raise MesetaError(f"cost model: neural.source must be text, got {document['source']!r}")
+            raise MesetaError(f"cost model: neural.source must be a string, got {document['source']!r}")
         collectives = _mapping("neural.collectives", document["collectives"])
         return NeuralCost(
             lookup=_read_network("neural.lookup", document["lookup"]),
             update=_read_network("neural.update", document["update"]),
-            collectives={key: _read_network(f"neural.collectives.{key}", own) for key, own in collectives.items()},
+            collectives={key: _read_network(f"neural.collectives.{key}", value) for key, value in collectives.items()},
             source=document["source"],
         )
 
 
 def _check_arrays(
-    where: str, network: Network, known: Mapping[str, tuple[str | int, ...]], sizes: Mapping[str, int]
+    where: str, network: Network, arrays: Mapping[str, tuple[str | int, ...]], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes by name; raises MesetaError where an array is missing, unknown, or of another shape."""
-    found = dict(sizes)
-    check_keys(f"cost model: {where}", network, known)
-    for name, named in known.items():
+    """Check that a network has all `arrays` in consistent shapes, and return the dimensions by name."""
+    dims = dict(sizes)
+    check_keys(f"cost model: {where}", network, arrays)
+    for name, dim_names in arrays.items():
         if name not in network:
             raise MesetaError(f"cost model: {where}.{name} is missing; run `meseta calibrate --neural` again")
         shape = network[name].shape
-        if len(shape) != len(named):
-            raise MesetaError(f"cost model: {where}.{name} must have {len(named)} sizes, got {list(shape)}")
-        for size, own in zip(named, shape, strict=True):
-            expected = size if isinstance(size, int) else found.setdefault(size, own)
-            _check_size(where, name, own, expected)
-    return found
+        if len(shape) != len(dim_names):
+            raise MesetaError(f"cost model: {where}.{name} must have {len(dim_names)} dimensions, got {list(shape)}")
+        for dim_name, size in zip(dim_names, shape, strict=True):
+            expected = dim_name if isinstance(dim_name, int) else dims.setdefault(dim_name, size)
+            _check_size(where, name, size, expected)
+    return dims
 
 
 def _check_size(where: str, name: str, size: int, expected: int) -> None:
     if size != expected:
         raise MesetaError(
-            f"cost model: {where}.{name} has a size of {size} where {expected} is due; it may be of another version: "
-            "run `meseta calibrate --neural` again"
+            f"cost model: {where}.{name} has a dimension of size {size}, expected {expected}; it may be from another "
+            "version: run `meseta calibrate --neural` again"
         )
 
 
 def _to_dict(network: Network) -> dict[str, Any]:
-    return {name: {"shape": list(own.shape), "float32": own.float32} for name, own in network.items()}
+    return {name: {"shape": list(array.shape), "float32": array.float32} for name, array in network.items()}
 
 
 def _read_network(where: str, document: object) -> Network:
-    return {str(name): _read_array(f"{where}.{name}", own) for name, own in _mapping(where, document).items()}
+    return {str(name): _read_array(f"{where}.{name}", value) for name, value in _mapping(where, document).items()}
 
 
 def _read_array(where: str, document: object) -> NumberArray:
-    own = _mapping(where, document)
-    if set(own) != {"shape", "float32"} or not isinstance(own["float32"], str):
-        raise MesetaError(f"cost model: {where} must hold shape and float32, got {sorted(map(str, own))}")
-    shape = own["shape"]
+    array = _mapping(where, document)
+    if set(array) != {"shape", "float32"} or not isinstance(array["float32"], str):
+        raise MesetaError(f"cost model: {where} must have the keys shape and float32, got {sorted(map(str, array))}")
+    shape = array["shape"]
     if not isinstance(shape, Sequence) or not all(is_whole(size) and size >= 1 for size in shape):
-        raise MesetaError(f"cost model: {where}.shape must be a list of whole numbers above 0, got {shape!r}")
+        raise MesetaError(f"cost model: {where}.shape must be a list of positive integers, got {shape!r}")
     try:
-        return NumberArray(shape=tuple(shape), float32=own["float32"])
+        return NumberArray(shape=tuple(shape), float32=array["float32"])
     except MesetaError as error:
         raise MesetaError(f"cost model: {where}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""A row optimizer and its constants."""
+"""Specification of the optimizer of embedding rows."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ USED_FIELDS: dict[str, tuple[str, ...]] = {
     "rmsprop": (*_ALWAYS, *_DECAY, "eps", "alpha", "momentum"),
     "frozen": (),
 }
-"""By name of a row optimizer: the constants that it uses. A user's own may use all."""
+"""Fields that each row optimizer uses, by its name. A custom optimizer may use all fields."""
 COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
-"""Row optimizers to whose gradient a penalty can be added."""
+"""Row optimizers that can add weight decay and L1 penalties to the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """A row optimizer and its constants; it is applied inside the backward pass, once per touched row and step.
+    """Row optimizer and its hyperparameters.
 
-    All are lazy: rows without a contribution, and their state, stand still, unless `stepped_rows` says otherwise. A
-    constant that the named optimizer does not use must keep its default.
+    The optimizer runs inside the backward pass and updates each row at most once per step. By default it is lazy: rows
+    without a gradient keep their values and state, see `stepped_rows`. Fields that the optimizer does not use must keep
+    their defaults.
     """
 
     name: str = "rowwise_adagrad"
-    """'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row), 'adam', 'adamw', 'rowwise_adam' (one second moment
-    per row), 'lamb', 'rowwise_lamb', 'lars', 'ftrl', 'rmsprop', 'frozen' (rows never change), or your own:
-    'package.module:factory', where factory(spec) -> RowOptimizer."""
+    """Name of the optimizer: 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row), 'adam', 'adamw',
+    'rowwise_adam' (one second moment per row), 'lamb', 'rowwise_lamb', 'lars', 'ftrl', 'rmsprop' or 'frozen' (rows are
+    never updated). For a custom optimizer, 'package.module:factory' with factory(spec) -> RowOptimizer."""
     lr: float = 0.01
-    """Base learning rate; a schedule multiplies it."""
+    """Base learning rate, multiplied by the schedule."""
     eps: float = 1e-8
-    """Added to the root in the denominator (adagrad, rmsprop, the adam and lamb families)."""
+    """Term added to the square root in the denominator (adagrad, rmsprop, the adam and lamb families)."""
     beta1: float = 0.9
     """Decay of the first moment, in [0, 1) (the adam and lamb families)."""
     beta2: float = 0.999
@@ -59,47 +60,47 @@ class OptimizerSpec:
     alpha: float = 0.99
     """Decay of the mean square, in [0, 1) (rmsprop)."""
     momentum: float = 0.0
-    """Decay of the velocity, in [0, 1); 0 keeps none (sgd, lars, rmsprop)."""
+    """Decay of the velocity, in [0, 1). 0 disables momentum and its state (sgd, lars, rmsprop)."""
     initial_accumulator: float = 0.0
-    """Start of the sum of squares (adagrad, rowwise_adagrad, ftrl)."""
+    """Initial value of the sum of squares (adagrad, rowwise_adagrad, ftrl)."""
     trust_coefficient: float = 0.001
-    """Step length as a part of the row's norm (lars)."""
+    """Step length relative to the norm of the row (lars)."""
     beta: float = 1.0
-    """Added to the root of the sum of squares (ftrl)."""
+    """Term added to the square root of the sum of squares (ftrl)."""
     l1: float = 0.0
-    """Strength of the absolute penalty: ftrl solves for it; others, but the lamb family, lars and adamw, add
-    l1 * sign(row) to the gradient."""
+    """Strength of L1 regularization. ftrl solves for it in closed form. Other optimizers add l1 * sign(row) to the
+    gradient (all except adamw, lars and the lamb family)."""
     l2: float = 0.0
-    """Strength of the squared penalty (ftrl)."""
+    """Strength of L2 regularization (ftrl)."""
     weight_decay: float = 0.0
-    """Pull of touched rows towards zero (all but ftrl, which has l2)."""
+    """Weight decay of updated rows (all except ftrl, which has l2)."""
     weight_decay_mode: WeightDecayMode = "coupled"
-    """'coupled' adds weight_decay * row to the gradient, 'decoupled' takes lr * weight_decay * row from the row (adamw
-    always does; lamb and lars add it as published)."""
+    """Target of weight decay: 'coupled' adds weight_decay * row to the gradient, 'decoupled' subtracts lr *
+    weight_decay * row from the row. adamw always decouples. lars and the lamb family decay as in their papers."""
     clip_value: float | None = None
-    """Every element of a row's gradient is limited to -clip_value..clip_value, before anything else."""
+    """Limit for the absolute value of each gradient element, applied first. `None` disables clipping by value."""
     clip_norm: float | None = None
-    """A row's gradient that is longer is scaled to this norm, before weight decay is added."""
+    """Maximum norm of the gradient of a row, applied before weight decay. `None` disables clipping by norm."""
     stepped_rows: SteppedRows = "touched"
-    """'all' steps every row of the table in every step, with a gradient of zero where no id reads it: decay acts on all
-    rows, as if the table were a dense parameter, at the cost of a pass over the whole table per step. 'looked_up'
-    steps the rows that 'touched' does, and adds weight_decay * row and l1 * sign(row) to the gradient once for each
-    lookup of a row in the global batch, before the gradient is clipped: for optimizers that know mode 'coupled'."""
+    """Rows that are updated in each step. 'touched' updates the rows with a gradient. 'all' updates every row as if the
+    table were a dense parameter, so that weight decay acts on all rows, but each step reads and writes the whole table.
+    'looked_up' updates the same rows as 'touched', but adds weight_decay * row and l1 * sign(row) once per lookup of
+    the row in the global batch, before clipping. It requires an optimizer with weight_decay_mode 'coupled'."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Constants of your own optimizer, of types that JSON has."""
+    """Hyperparameters of a custom optimizer. All values must be JSON types."""
     element_states: int = 0
-    """Numbers of state per element that your own optimizer keeps, by which the planner counts bytes."""
+    """Number of state values per element of a custom optimizer. The planner uses it to predict memory."""
     row_states: int = 0
-    """Numbers of state per row that your own optimizer keeps."""
+    """Number of state values per row of a custom optimizer. The planner uses it to predict memory."""
 
     @property
     def is_own(self) -> bool:
-        """Whether the name is an import path of the user's own optimizer."""
+        """Whether `name` is the import path of a custom optimizer."""
         return ":" in self.name
 
     @property
     def num_states(self) -> tuple[int, int]:
-        """Numbers of state (per element, per row)."""
+        """Number of state values (per element, per row)."""
         has_velocity = int(self.momentum > 0.0)
         counts = {
             "sgd": (has_velocity, 0),
@@ -126,18 +127,18 @@ class OptimizerSpec:
         if self.stepped_rows == "looked_up":
             self._check_looked_up(owner)
         if self.name == "ftrl" and self.beta + self.initial_accumulator == 0.0:
-            raise MesetaError(f"{owner}: beta and initial_accumulator are both 0, and it divides by them; raise one")
+            raise MesetaError(f"{owner}: the sum of beta and initial_accumulator must not be 0; increase one of them")
 
     def _check_looked_up(self, owner: str) -> None:
         if not self.is_own and self.name not in COUPLED:
             raise MesetaError(
-                f"{owner}: stepped_rows 'looked_up' adds penalties to the gradient, but this one has decay of its own; "
-                f"take 'touched', or one of {', '.join(COUPLED)}"
+                f"{owner}: stepped_rows 'looked_up' requires an optimizer that can add weight decay to the gradient; "
+                f"set stepped_rows to 'touched', or use one of {', '.join(COUPLED)}"
             )
         if self.weight_decay_mode == "decoupled":
             raise MesetaError(
-                f"{owner}: stepped_rows 'looked_up' adds weight_decay to the gradient, but weight_decay_mode is "
-                "'decoupled'; take 'coupled', or stepped_rows 'touched'"
+                f"{owner}: stepped_rows 'looked_up' cannot be used with weight_decay_mode 'decoupled'; set "
+                "weight_decay_mode to 'coupled', or stepped_rows to 'touched'"
             )
 
     def _check_numbers(self, owner: str) -> None:
@@ -150,11 +151,11 @@ class OptimizerSpec:
         for name in ("clip_value", "clip_norm"):
             value = getattr(self, name)
             if value is not None and check_number(owner, name, value) <= 0.0:
-                raise MesetaError(f"{owner}: {name} must be positive, or None for no clipping, got {value}")
+                raise MesetaError(f"{owner}: {name} must be positive, or None to disable clipping, got {value}")
         for name in ("element_states", "row_states"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-                raise MesetaError(f"{owner}: {name} must be a whole number, at least 0, got {value!r}")
+                raise MesetaError(f"{owner}: {name} must be a non-negative integer, got {value!r}")
 
     def _check_options(self, owner: str) -> None:
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
@@ -162,19 +163,22 @@ class OptimizerSpec:
         try:
             json.dumps(dict(self.options), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise MesetaError(f"{owner}: options must be what JSON can hold, for checkpoints ({error})") from None
+            # Checkpoints store the options.
+            raise MesetaError(
+                f"{owner}: options must be serializable as JSON ({error}); convert them to JSON types"
+            ) from None
         object.__setattr__(self, "options", dict(self.options))
 
     def _check_used(self, owner: str) -> None:
-        """Raise MesetaError for a constant that was set, but has no effect."""
+        """Raise MesetaError if a field without effect was set."""
         used = USED_FIELDS[self.name]
         for entry in fields(self):
             default = {} if entry.name == "options" else entry.default
             value = getattr(self, entry.name)
             if entry.name not in ("name", *used) and value != default:
-                # A resumed run keeps its optimizer, whose states a checkpoint has.
+                # Resuming with another optimizer is refused, because its states differ from those in the checkpoint.
                 freezing = ", or keep the optimizer of a resumed run and set lr=0" if self.name == "frozen" else ""
                 raise MesetaError(
-                    f"{owner} does not use {entry.name}, which is {value!r}; leave it out, "
-                    f"or choose an optimizer that does (this one uses {', '.join(used) or 'none'}){freezing}"
+                    f"{owner} does not use {entry.name}, which is set to {value!r}; remove it, or choose an optimizer "
+                    f"that uses it (this one uses {', '.join(used) or 'none'}){freezing}"
                 )

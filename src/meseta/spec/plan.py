@@ -1,4 +1,4 @@
-"""Where every piece of every table lives. Made by hand or by the planner, never mutated."""
+"""Sharding plans: the placement of each shard of each table. Plans are immutable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from meseta.spec.tiers import DISK, FAR_TIERS, HBM, StorageOptions, Tier
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:
-    """Raise MesetaError unless the shards cover every cell of the table exactly once and respect column blocks."""
+    """Raise MesetaError unless the shards cover each element of the table exactly once.
+
+    Shards must start at multiples of `COLUMN_BLOCK` columns, and their row ranges must be equal or disjoint.
+    """
+    # The checks below take quadratic time, so they only run to find out what is wrong.
     if _tiles(table, entry.shards):
         return
     where = f"plan: table {table.name!r} ({entry.sharding})"
@@ -27,29 +31,29 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
         (r0, r1), (c0, c1) = shard.rows, shard.columns
         if not (0 <= r0 < r1 <= table.num_embeddings and 0 <= c0 < c1 <= table.embedding_dim):
             raise MesetaError(
-                f"{where}: shard {index} holds rows {r0}..{r1 - 1} and columns {c0}..{c1 - 1}, outside the "
-                f"{table.num_embeddings} x {table.embedding_dim} table"
+                f"{where}: shard {index} has rows {r0}..{r1 - 1} and columns {c0}..{c1 - 1}, which are empty or "
+                f"outside the {table.num_embeddings} x {table.embedding_dim} table"
             )
         if c0 % COLUMN_BLOCK:
-            raise MesetaError(f"{where}: shard {index} starts at column {c0}; column shards start at multiples of 16")
+            raise MesetaError(f"{where}: shard {index} must start at a multiple of 16 columns, got column {c0}")
         for other in entry.shards[:index]:
             if r0 < other.rows[1] and other.rows[0] < r1 and c0 < other.columns[1] and other.columns[0] < c1:
-                raise MesetaError(f"{where}: shard {index} overlaps another; every row and column is placed once")
+                raise MesetaError(f"{where}: shard {index} overlaps another shard; place each row and column once")
             if shard.rows != other.rows and r0 < other.rows[1] and other.rows[0] < r1:
                 raise MesetaError(
-                    f"{where}: shard {index} holds rows {r0}..{r1 - 1} and another {other.rows[0]}.."
-                    f"{other.rows[1] - 1}; row ranges must be equal or apart, so that rows are cut alike in all columns"
+                    f"{where}: shard {index} has rows {r0}..{r1 - 1} and another shard has rows {other.rows[0]}.."
+                    f"{other.rows[1] - 1}; row ranges must be equal or disjoint"
                 )
         area += shard.num_rows * shard.num_columns
     if area != table.num_embeddings * table.embedding_dim:
         raise MesetaError(
-            f"{where}: its shards cover {area} of {table.num_embeddings * table.embedding_dim} cells; "
-            "every row and column is placed once"
+            f"{where}: its shards cover {area} of {table.num_embeddings * table.embedding_dim} elements; "
+            "place each row and column once"
         )
 
 
 def _tiles(table: TableSpec, shards: Sequence[Shard]) -> bool:
-    """The same as a question, answered in time that does not grow with the square of the pieces."""
+    """Whether the shards tile the table, without overlaps and with aligned columns."""
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
         ranges.setdefault(shard.rows, []).append(shard)
@@ -57,66 +61,70 @@ def _tiles(table: TableSpec, shards: Sequence[Shard]) -> bool:
     aligned = all(shard.columns[0] % COLUMN_BLOCK == 0 for shard in shards)
     return aligned and all(
         _is_chain(spans, last)
-        for spans, last in [(sorted(ranges), table.num_embeddings), *((own, table.embedding_dim) for own in columns)]
+        for spans, last in [
+            (sorted(ranges), table.num_embeddings),
+            *((spans, table.embedding_dim) for spans in columns),
+        ]
     )
 
 
 def _is_chain(spans: Sequence[tuple[int, int]], last: int) -> bool:
-    """Whether spans that are not empty lead from 0 to `last` without a gap."""
+    """Whether non-empty spans cover 0 to `last` without gaps or overlaps."""
     ends = [0, *(stop for _, stop in spans)]
     return ends[-1] == last and all(a == end and a < b for (a, b), end in zip(spans, ends, strict=False))
 
 
 def check_scheme(table: TableSpec, entry: TablePlan, num_ranks: int, per_host: int) -> None:
-    """Raise MesetaError unless the pieces, which tile the table, have the form that the scheme promises on hosts of
-    `per_host` ranks."""
+    """Raise MesetaError unless the shards conform to their sharding type on hosts of `per_host` ranks.
+
+    The shards must tile the table, see `check_tiling`.
+    """
     where = f"plan: table {table.name!r} ({entry.sharding})"
     sharding, shards = entry.sharding, entry.shards
     one_piece = sharding in (ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL)
     if one_piece and len(shards) > 1:
-        raise MesetaError(f"{where}: it is cut into {len(shards)} shards, but the scheme keeps the table whole")
+        raise MesetaError(f"{where}: the sharding type requires exactly one shard, got {len(shards)}")
     for index, shard in enumerate(shards):
         if entry.is_replica(shard):
             _check_replica(f"{where}: shard {index}", shard, table, num_ranks)
         elif len(shard.ranks) > 1:
             raise MesetaError(
-                f"{where}: shard {index} has {len(shard.ranks)} owners; only data_parallel and the hot rows of "
-                "hot_replicated have replicas"
+                f"{where}: shard {index} must have one rank, got {len(shard.ranks)}; only data_parallel and the hot "
+                "rows of hot_replicated have replicas"
             )
     if sharding is ShardingType.HOT_REPLICATED and len(shards) < 2:
-        raise MesetaError(f"{where}: it has no rows beside the hot ones; use data_parallel")
+        raise MesetaError(f"{where}: all rows are hot; use data_parallel")
     whole_rows = sharding in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE)
     if whole_rows and any(s.num_rows != table.num_embeddings for s in shards):
-        raise MesetaError(f"{where}: a shard holds only some of the rows; use row_wise to cut rows")
+        raise MesetaError(f"{where}: each shard must have all rows; use row_wise to split rows")
     if sharding is ShardingType.TABLE_ROW_WISE and any(s.num_columns != table.embedding_dim for s in shards):
-        raise MesetaError(f"{where}: a shard holds only some of the columns; use grid to cut both")
+        raise MesetaError(f"{where}: each shard must have all columns; use grid to split rows and columns")
     if sharding in (*IN_ONE_HOST, ShardingType.GRID):
         hosts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             part = shard.columns if sharding is ShardingType.GRID else (0, table.embedding_dim)
             hosts.setdefault(part, set()).add(shard.ranks[0] // per_host)
-        for (first, stop), found in hosts.items():
-            if len(found) > 1:
+        for (first, stop), used_hosts in hosts.items():
+            if len(used_hosts) > 1:
                 raise MesetaError(
-                    f"{where}: columns {first}..{stop - 1} lie in hosts {sorted(found)} of {per_host} ranks, but the "
-                    "scheme keeps them in one; name ranks of one host, set devices_per_host, or use row_wise or "
-                    "column_wise"
+                    f"{where}: columns {first}..{stop - 1} must be on one host, got hosts {sorted(used_hosts)} of "
+                    f"{per_host} ranks; choose ranks of one host, set devices_per_host, or use row_wise or column_wise"
                 )
 
 
 def _check_replica(where: str, shard: Shard, table: TableSpec, num_ranks: int) -> None:
     if sorted(shard.ranks) != list(range(num_ranks)):
         raise MesetaError(
-            f"{where}: replicas on ranks {list(shard.ranks)}, but every one of the {num_ranks} ranks needs one; leave "
-            "ranks out, or choose another scheme"
+            f"{where}: all {num_ranks} ranks must have a replica, got ranks {list(shard.ranks)}; remove ranks, or use "
+            "another sharding type"
         )
     if shard.num_columns != table.embedding_dim:
-        raise MesetaError(f"{where}: it holds only some of the columns, but replicas hold whole rows")
+        raise MesetaError(f"{where}: replicas must have all columns of their rows")
 
 
 FORMAT = "meseta.plan/1"
 PATH_KEYS = ("devices_per_host", "exchange", "dense_exchange")
-"""What a plan says beside its tables, where it says it."""
+"""Optional keys of a plan document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,31 +132,31 @@ class Plan:
     """Placement of all tables on `num_ranks` ranks."""
 
     num_ranks: int
-    """Ranks that the plan is for."""
     tables: tuple[TablePlan, ...]
-    """One entry per table."""
     devices_per_host: int | None = None
-    """Ranks of one host: rank r sits in host r // devices_per_host. None: all are in one."""
+    """Ranks per host. Rank r is on host r // devices_per_host. `None` means that all ranks share one host."""
     exchange: Exchange | None = None
-    """Which way ids, rows and their gradients take between hosts; None: 'flat', where nobody chooses."""
+    """Algorithm for exchanging ids, embeddings and their gradients. `None` means `flat`, unless the run chooses another
+    one."""
     dense_exchange: DensePath | None = None
-    """Which way sums over ranks take between hosts, beside exchange 'two_level' or a codec; None: 'twins'."""
+    """Inter-host algorithm of all-reduces, used with exchange `two_level` or a codec. `None` means `twins`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
             raise MesetaError(f"plan: num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {self.num_ranks}")
         if self.num_ranks % self.per_host:
             raise MesetaError(
-                f"plan: {self.num_ranks} ranks do not fill hosts of {self.devices_per_host}; hosts have equal devices"
+                f"plan: num_ranks must be a multiple of devices_per_host, got {self.num_ranks} and "
+                f"{self.devices_per_host}"
             )
         for entry in self.tables:
             for shard in entry.shards:
                 if shard.table != entry.table:
-                    raise MesetaError(f"plan: table {entry.table!r} holds a shard of table {shard.table!r}")
+                    raise MesetaError(f"plan: table {entry.table!r} contains a shard of table {shard.table!r}")
                 if not shard.ranks or not all(0 <= rank < self.num_ranks for rank in shard.ranks):
                     raise MesetaError(
-                        f"plan: table {entry.table!r} is placed on ranks {list(shard.ranks)}, "
-                        f"outside 0..{self.num_ranks - 1}"
+                        f"plan: ranks of table {entry.table!r} must be a non-empty list of ranks in "
+                        f"0..{self.num_ranks - 1}, got {list(shard.ranks)}"
                     )
                 check_choice(f"plan: table {entry.table!r}", "tier", shard.tier, get_args(Tier))
                 _check_near_rows(shard)
@@ -156,24 +164,23 @@ class Plan:
 
     @property
     def is_two_level(self) -> bool:
-        """Whether rows leave a host by way of one rank of it for each place: where it says so, and hosts have several
-        ranks and are several."""
+        """Whether the exchange is hierarchical. `False` on a single host, or with one rank per host."""
         return self.exchange == "two_level" and 1 < self.per_host < self.num_ranks
 
     @property
     def per_host(self) -> int:
-        """Ranks of one host."""
         return self.num_ranks if self.devices_per_host is None else self.devices_per_host
 
     @property
     def layout(self) -> str:
-        """What sums over ranks depend on, for people: '4 ranks on 2 hosts'."""
+        """Human-readable number of ranks and hosts, such as '4 ranks on 2 hosts'."""
+        # Sums over ranks depend on both numbers.
         hosts = self.num_ranks // self.per_host
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}" + f" on {hosts} hosts" * (hosts > 1)
 
     @property
     def lies_far(self) -> bool:
-        """Whether rows of some table lie near and far."""
+        """Whether any table has offloaded shards."""
         return any(shard.tier in FAR_TIERS for entry in self.tables for shard in entry.shards)
 
     def __getitem__(self, table: str) -> TablePlan:
@@ -186,13 +193,13 @@ class Plan:
         return {entry.table: entry for entry in self.tables}
 
     def check(self, tables: Sequence[TableSpec]) -> None:
-        """Raise MesetaError unless the plan places each of `tables`, and nothing else, exactly once."""
+        """Raise MesetaError unless the plan is valid for exactly these tables."""
         known, planned = {table.name for table in tables}, set()
         for entry in self.tables:
             if entry.table not in known:
                 raise MesetaError(f"plan: the model has no table {entry.table!r}; {nearest(entry.table, known)}")
             if entry.table in planned:
-                raise MesetaError(f"plan: table {entry.table!r} is placed twice; name it once")
+                raise MesetaError(f"plan: table {entry.table!r} is placed twice; remove one of its entries")
             planned.add(entry.table)
         for table in tables:
             check_tiling(table, self[table.name])
@@ -200,16 +207,16 @@ class Plan:
             _check_tiers(table, self[table.name])
 
     def check_room(self, storage: StorageOptions) -> None:
-        """Raise MesetaError where rows lie where `storage` has no room for them."""
+        """Raise MesetaError if a table is in tier `disk`, but `storage` has no folder for it."""
         for entry in self.tables:
             if storage.dir is None and any(shard.tier == DISK for shard in entry.shards):
                 raise MesetaError(
-                    f"plan: table {entry.table!r} has rows in tier 'disk', and there is no folder for them; set "
-                    "storage.dir to one on a local disk, or place them in 'hbm'"
+                    f"plan: table {entry.table!r} has shards in tier 'disk', which requires storage.dir; set "
+                    "storage.dir to a folder on a local disk, or use tier 'hbm'"
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON or YAML, every shard written out; `from_dict` reads it back."""
+        """Convert to plain data for JSON or YAML that lists all shards. `from_dict` is the inverse."""
         return {
             "format": FORMAT,
             "num_ranks": self.num_ranks,
@@ -226,38 +233,37 @@ class Plan:
 
     @staticmethod
     def from_dict(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
-        """Read a plan for `num_ranks` ranks, with shards written out or in the short form that people write.
-
-        Short form, with `"*"` for the tables that are not named:
+        """Parse a plan for `num_ranks` ranks. It lists the shards of each table, or only the sharding types:
 
             {"tables": {"user": {"sharding": "row_wise"}, "item": "table_wise", "*": "data_parallel"}}
 
-        `ranks` defaults to all ranks, for table_wise to the rank that holds the fewest bytes so far.
-        Raises MesetaError for an unknown key, table, scheme or rank, and for shards that do not tile their table.
+        `"*"` applies to all tables that are not listed. `ranks` defaults to all ranks. For table_wise it defaults to
+        the rank, and for table_row_wise and table_column_wise to the host, with the fewest bytes so far.
+
+        Raises MesetaError if a key, table, sharding type or rank is unknown, or if shards do not tile their table.
         """
-        from meseta.spec.plan_document import read_plan  # It makes a Plan, so it imports this file.
+        from meseta.spec.plan_document import read_plan  # Avoids a circular import.
 
         return read_plan(document, tables, num_ranks)
 
     @staticmethod
     def load(path: str | Path, tables: Sequence[TableSpec], num_ranks: int) -> Plan:
-        """Read a JSON or YAML plan; raises MesetaError as `from_dict` does, naming the file."""
+        """Load a plan from a JSON or YAML file. Raises MesetaError if it cannot be read or is invalid."""
         return load_document("plan", path, lambda document: Plan.from_dict(document, tables, num_ranks))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON with every shard spelled out, whole or not at all; raises MesetaError where it cannot be."""
+        """Write the plan to a JSON file atomically. Raises MesetaError if writing fails."""
         write_whole(path, json_text(self.to_dict()))
 
 
 def check_exchanges(exchange: object, dense_exchange: object) -> None:
-    """Raise MesetaError unless both values of a plan are `None` or known."""
-    for key, value, known in (("exchange", exchange, Exchange), ("dense_exchange", dense_exchange, DensePath)):
+    """Raise MesetaError unless both algorithms of a plan are `None` or valid."""
+    for key, value, names in (("exchange", exchange, Exchange), ("dense_exchange", dense_exchange, DensePath)):
         if value is not None:
-            check_choice("plan", key, value, get_args(known))
+            check_choice("plan", key, value, get_args(names))
 
 
 def _written(shard: Shard) -> dict[str, Any]:
-    """A shard in a document."""
     near = {} if shard.near_rows is None else {"near_rows": shard.near_rows}
     places = {"rows": list(shard.rows), "columns": list(shard.columns), "ranks": list(shard.ranks)}
     return {**places, "tier": shard.tier, **near}
@@ -269,29 +275,28 @@ def _check_near_rows(shard: Shard) -> None:
         return
     if shard.tier not in FAR_TIERS:
         raise MesetaError(
-            f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}; rows lie near and far in "
-            f"{' and '.join(map(repr, FAR_TIERS))} alone: leave it out, or name one of these"
+            f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}, but only tiers "
+            f"{' and '.join(map(repr, FAR_TIERS))} have a cache; remove near_rows, or use one of these tiers"
         )
     if not is_whole(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
         raise MesetaError(
-            f"plan: table {shard.table!r}, rows {list(shard.rows)}: near_rows must be 1 to {shard.num_rows:,}, its "
-            f"rows, got {near_rows!r}"
+            f"plan: table {shard.table!r}, rows {list(shard.rows)}: near_rows must be an integer in "
+            f"1..{shard.num_rows:,}, got {near_rows!r}"
         )
 
 
 def _check_tiers(table: TableSpec, entry: TablePlan) -> None:
-    """Raise MesetaError where pieces of a table lie in a tier that they cannot be in."""
+    """Raise MesetaError if a shard is in a tier that its sharding type or row optimizer does not support."""
     for shard in entry.shards:
-        where = f"plan: table {table.name!r} has rows in tier {shard.tier!r}"
+        where = f"plan: table {table.name!r} has shards in tier {shard.tier!r}"
         if shard.tier == HBM:
             continue
         if entry.is_replica(shard) or entry.sharding is ShardingType.HOT_REPLICATED:
             raise MesetaError(
-                f"{where}, but {entry.sharding} keeps copies of rows in the memory of each rank; place it in 'hbm', or "
-                "take another scheme"
+                f"{where}, but {entry.sharding} supports only tier 'hbm'; use tier 'hbm', or another sharding type"
             )
         if table.optimizer.stepped_rows == "all":
             raise MesetaError(
-                f"{where}, but its optimizer steps all rows in each step (stepped_rows 'all'); place it in 'hbm', or "
-                "set stepped_rows to 'touched'"
+                f"{where}, but stepped_rows 'all' of its optimizer requires tier 'hbm'; use tier 'hbm', or set "
+                "stepped_rows to 'touched'"
             )

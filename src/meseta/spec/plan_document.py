@@ -1,4 +1,4 @@
-"""Plans as people write them."""
+"""Parser of plan documents, which users may write in a short form."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
 PLAN_NAME = "plan.json"
-"""Of the file in a folder of a run."""
+"""File name of the plan in a run folder."""
 PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
 TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
 SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
-    """`Plan.from_dict`."""
+    """Parse a plan. See `Plan.from_dict`."""
     check_keys("plan", document, PLAN_KEYS)
     if document.get("format", FORMAT) != FORMAT:
         raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {FORMAT!r}")
     if document.get("num_ranks", num_ranks) != num_ranks:
         raise MesetaError(
             f"plan: it is for {document['num_ranks']} ranks, but this run has {num_ranks}; "
-            "make a plan for this number, or leave num_ranks and ranks out of the plan"
+            "create a plan for this number, or remove num_ranks and ranks from the plan"
         )
     entries = document.get("tables") or {}
     if not isinstance(entries, Mapping):
-        raise MesetaError(f"plan: 'tables' must map table names to their places, got {entries!r}")
+        raise MesetaError(f"plan: 'tables' must be a mapping with table names as keys, got {entries!r}")
     entries = dict(entries)
     default = entries.pop("*", None)
     for name in entries:
@@ -40,18 +40,18 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
     per_host = document.get("devices_per_host")
     if per_host is not None and not (is_whole(per_host) and per_host > 0 and num_ranks % per_host == 0):
         raise MesetaError(
-            f"plan: devices_per_host must be a whole number that divides the {num_ranks} ranks, got {per_host!r}"
+            f"plan: devices_per_host must be an integer that divides num_ranks ({num_ranks}), got {per_host!r}"
         )
     held_bytes = [0] * num_ranks
     placed = []
     for table in tables:
         entry = entries.get(table.name, default)
         if entry is None:
-            raise MesetaError(f"plan: table {table.name!r} is not placed; name it, or add an entry for '*'")
+            raise MesetaError(f"plan: table {table.name!r} is not placed; add an entry for it or for '*'")
         entry = {"sharding": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping):
             raise MesetaError(
-                f"plan: table {table.name!r} must have a scheme such as 'row_wise', or a mapping, got {entry!r}"
+                f"plan: table {table.name!r} must have a sharding type such as 'row_wise', or a mapping, got {entry!r}"
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
     paths = {key: document.get(key) for key in PATH_KEYS}
@@ -62,13 +62,14 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
 
 
 def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpec, ...]]:
-    """A plan with every shard written out, and the tables that it tells of: names, rows and columns alone.
+    """Parse a plan that lists all shards, and infer the names and sizes of its tables.
 
-    Raises MesetaError as `Plan.from_dict` does, and where ranks or shards are missing.
+    The returned `TableSpec`s have default values for all other fields. Raises MesetaError if `num_ranks` or the shards
+    of a table are missing, or if the plan is invalid.
     """
     entries, num_ranks = document.get("tables"), document.get("num_ranks")
     if not isinstance(entries, Mapping) or not isinstance(num_ranks, int):
-        raise MesetaError("it must have num_ranks and tables, as `meseta plan --out` writes them")
+        raise MesetaError("it must have num_ranks and tables; create it with `meseta plan --out`")
     if not 1 <= num_ranks <= MAX_RANKS:
         raise MesetaError(f"num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {num_ranks}")
     specs = tuple(_spec(str(name), entry) for name, entry in entries.items())
@@ -76,7 +77,8 @@ def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpe
 
 
 def why_not_on(document: Mapping[Any, Any], num_ranks: int) -> str | None:
-    """What keeps a plan, as people write it, from so many ranks, whatever its tables are; None where nothing does."""
+    """Return why a plan document cannot be used on `num_ranks` ranks, or `None` if it can. Does not check the
+    tables."""
     fixed, per_host = document.get("num_ranks", num_ranks), document.get("devices_per_host")
     if fixed != num_ranks:
         return f"is for {fixed} ranks"
@@ -84,14 +86,14 @@ def why_not_on(document: Mapping[Any, Any], num_ranks: int) -> str | None:
         return f"is for hosts of {per_host} ranks"
     entries = document.get("tables")
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
-        far = [rank for rank in _named_ranks(entry) if rank >= num_ranks]
-        if far:
-            return f"places table {name!r} on rank {far[0]}"
+        too_high = [rank for rank in _named_ranks(entry) if rank >= num_ranks]
+        if too_high:
+            return f"places table {name!r} on rank {too_high[0]}"
     return None
 
 
 def _named_ranks(entry: Any) -> list[int]:
-    """Ranks that the entry of a table names, itself or in its shards."""
+    """Return the ranks in the entry of a table and in its shards."""
     if not isinstance(entry, Mapping):
         return []
     shards, ranks = entry.get("shards"), entry.get("ranks")
@@ -102,19 +104,19 @@ def _named_ranks(entry: Any) -> list[int]:
 
 
 def _spec(name: str, entry: object) -> TableSpec:
-    """Rows and columns of a table, from its shards."""
+    """Infer the size of a table from its shards."""
     try:
         shards = entry["shards"]  # type: ignore[index]
         rows, columns = (max(int(shard[key][1]) for shard in shards) for key in ("rows", "columns"))
     except (TypeError, KeyError, IndexError, ValueError):
         raise MesetaError(
-            f"plan: table {name!r} must have its shards written out, as `meseta plan --out` does"
+            f"plan: table {name!r} must list its shards; create the plan with `meseta plan --out`"
         ) from None
     return TableSpec(name=name, num_embeddings=rows, embedding_dim=columns)
 
 
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
-    """One entry of a plan document, on hosts of `per_host` ranks; adds the bytes it places to those of each rank."""
+    """Parse the entry of one table. Adds the bytes of its shards to `held_bytes`, which has one element per rank."""
     where = f"plan: table {table.name!r}"
     check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
@@ -126,7 +128,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         for key in ("ranks", "hot_rows", "tier", "near_rows"):
             if key in entry:
                 raise MesetaError(
-                    f"{where}: {key!r} and 'shards' exclude each other; shards name their own rows, ranks, tiers"
+                    f"{where}: {key!r} and 'shards' are mutually exclusive; set rows, ranks and tiers in the shards"
                 )
         if not isinstance(entry["shards"], list | tuple):
             raise MesetaError(f"{where}: 'shards' must be a list, got {entry['shards']!r}")
@@ -137,7 +139,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         ranks = entry.get("ranks", _default_ranks(sharding, per_host, held_bytes))
         hot_rows = entry.get("hot_rows", 0)
         if not is_whole(hot_rows):
-            raise MesetaError(f"{where}: hot_rows must be a whole number, got {hot_rows!r}")
+            raise MesetaError(f"{where}: hot_rows must be an integer, got {hot_rows!r}")
         placed = cut(
             table,
             sharding,
@@ -148,7 +150,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         )
         tier, near_rows = str(entry.get("tier", HBM)), _read_near_rows(where, entry)
         pieces = (
-            # A small shard of the table has fewer rows.
+            # near_rows applies to each shard, but small shards may have fewer rows.
             replace(s, tier=tier, near_rows=None if near_rows is None else min(near_rows, max(s.num_rows, 1)))
             for s in placed.shards
         )
@@ -165,18 +167,17 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
 
 
 def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[int]) -> list[int]:
-    """All; for schemes that keep to a rank or a host, the one that holds the fewest bytes so far."""
+    """Return all ranks, or for sharding types on one rank or host, those with the fewest bytes so far."""
     ranks = list(range(len(held_bytes)))
     if sharding is ShardingType.TABLE_WISE:
         return [min(ranks, key=lambda rank: (held_bytes[rank], rank))]
     if sharding in IN_ONE_HOST:
         hosts = [ranks[first : first + per_host] for first in range(0, len(ranks), per_host)]
-        return min(hosts, key=lambda own: (sum(held_bytes[rank] for rank in own), own))
+        return min(hosts, key=lambda host: (sum(held_bytes[rank] for rank in host), host))
     return ranks
 
 
 def _read_shard(where: str, table: str, piece: Any) -> Shard:
-    """One shard that is written out."""
     if not isinstance(piece, Mapping):
         raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
     check_keys(where, piece, SHARD_KEYS)
@@ -187,7 +188,7 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
     for key, span in (("rows", rows), ("columns", columns)):
         if len(span) != 2:
             raise MesetaError(
-                f"{where}: {key} must be the first and the one after the last, [0, 500], got {list(span)}"
+                f"{where}: {key} must be [start, stop] with an exclusive stop, such as [0, 500], got {list(span)}"
             )
     return Shard(
         table=table,
@@ -200,10 +201,9 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
 
 
 def _read_near_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
-    """Return `near_rows` of a table or shard, `None` if it is not given."""
     near_rows = entry.get("near_rows")
     if near_rows is not None and not is_whole(near_rows):
-        raise MesetaError(f"{where}: near_rows must be a whole number, got {shown(near_rows)}")
+        raise MesetaError(f"{where}: near_rows must be an integer, got {shown(near_rows)}")
     if near_rows is not None and near_rows > MAX_WHOLE:
         raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
     return near_rows
@@ -212,5 +212,5 @@ def _read_near_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list | tuple)
     if not is_list or not all(map(is_whole, value)):
-        raise MesetaError(f"{where} must be a list of whole numbers, got {value!r}")
+        raise MesetaError(f"{where} must be a list of integers, got {value!r}")
     return tuple(value)

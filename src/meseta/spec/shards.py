@@ -1,4 +1,4 @@
-"""Pieces of tables, and cutting a table into them by a scheme."""
+"""Shards of embedding tables, and the sharding types that define them."""
 
 from __future__ import annotations
 
@@ -13,57 +13,55 @@ from meseta.spec.tiers import HBM
 
 MAX_RANKS = 1 << 16
 COLUMN_BLOCK = 16
-"""Column shards start at multiples of this many columns; row statistics are accumulated in blocks of as many."""
+"""Column shards start at multiples of this number of columns. Row statistics are accumulated in blocks of this size."""
 
 
 class ShardingType(enum.StrEnum):
-    """How a table is cut and placed."""
+    """Rule by which a table is split into shards and placed on ranks."""
 
     DATA_PARALLEL = "data_parallel"
-    """Every rank holds the whole table; the gradients of touched rows are added up over ranks."""
+    """Each rank has a replica of the whole table. Row gradients are summed over all ranks."""
     TABLE_WISE = "table_wise"
-    """One rank holds the whole table."""
+    """One rank owns the whole table."""
     ROW_WISE = "row_wise"
-    """Contiguous row ranges, one per rank; partial bags are added up at the rank that asked."""
+    """Contiguous row ranges, one per rank. The requesting rank sums partial bags."""
     COLUMN_WISE = "column_wise"
-    """Column ranges, one per rank, aligned to 16; bags are concatenated at the rank that asked."""
+    """Column ranges, one per rank, aligned to 16 columns. The requesting rank concatenates the parts of a bag."""
     TABLE_ROW_WISE = "table_row_wise"
-    """Row ranges, one per rank of one host; partial bags are added up inside the host before they leave it."""
+    """Row ranges on the ranks of one host. Partial bags are summed inside the host before they are sent."""
     TABLE_COLUMN_WISE = "table_column_wise"
-    """Column ranges, one per rank of one host."""
+    """Column ranges on the ranks of one host."""
     GRID = "grid"
-    """Column ranges, one per host, each cut by rows over the ranks of its host as table_row_wise is."""
+    """Column ranges, one per host. Each of them is split by rows over the ranks of its host, as in table_row_wise."""
     HOT_REPLICATED = "hot_replicated"
-    """The first rows, which are the most frequent ones, as data_parallel; the others as row_wise."""
+    """The first rows, which should be the most frequent ones, are data_parallel. The remaining rows are row_wise."""
 
 
 SUMMED_IN_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
-"""Schemes whose partial bags are added up inside a host."""
+"""Sharding types whose partial bags are summed inside a host."""
 IN_ONE_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
-"""Schemes whose pieces all lie in one host."""
+"""Sharding types that place all shards of a table on one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One placed piece of a table."""
+    """Row and column range of a table, with the ranks and the tier that it is placed on."""
 
     table: str
-    """Name of the TableSpec."""
     rows: tuple[int, int]
-    """First row and the row after the last, for example (0, 500)."""
+    """Row range (start, stop), for example (0, 500)."""
     columns: tuple[int, int]
-    """First column and the column after the last, for example (16, 32)."""
+    """Column range (start, stop), for example (16, 32)."""
     ranks: tuple[int, ...]
-    """The one owner, or all replicas."""
+    """Rank that owns the shard, or all ranks if the shard is replicated."""
     tier: str = HBM
-    """Memory that holds the rows: 'hbm', the memory of the rank's device (on a CPU rank, DRAM); 'host', the DRAM of its
-    host; 'cached', that with the frequent rows in 'hbm'; 'disk', a local disk."""
+    """Storage tier of the rows: 'hbm', 'host', 'cached' or 'disk'."""
     near_rows: int | None = None
-    """Of tiers 'cached' and 'disk': rows that lie near at most, in 'hbm' or in DRAM; None: as there is room."""
+    """Capacity of the row cache in tiers 'cached' and 'disk'. `None` derives it from the available memory."""
 
     @property
     def label(self) -> str:
-        """For messages: "table 'user', rows 0..99"."""
+        """Name of the shard in messages, such as "table 'user', rows 0..99"."""
         return f"table {self.table!r}, rows {self.rows[0]:,}..{self.rows[1] - 1:,}"
 
     @property
@@ -77,19 +75,19 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """The pieces of one table; together they tile it."""
+    """Sharding type and shards of one table. The shards tile the table."""
 
     table: str
-    """Name of the TableSpec."""
     sharding: ShardingType
-    """The scheme that the pieces follow; row_wise pieces that are written out one by one may be cut by columns too."""
+    """Sharding type that the shards conform to. In a plan that lists its shards, row_wise shards may also be split by
+    columns."""
     shards: tuple[Shard, ...]
-    """Pieces, ordered by (row, column)."""
+    """Shards of the table, ordered by (row, column)."""
     cost: float = 0.0
-    """Predicted seconds that all ranks together spend on the table in a step; 0 where nobody predicted."""
+    """Predicted seconds per step for this table, summed over ranks. 0 if there is no prediction."""
 
     def is_replica(self, shard: Shard) -> bool:
-        """Whether every rank holds this piece, so that its rows are looked up at home."""
+        """Whether all ranks have a copy of the shard, so that lookups need no exchange."""
         hot = self.sharding is ShardingType.HOT_REPLICATED and shard.rows[0] == 0
         return hot or self.sharding is ShardingType.DATA_PARALLEL
 
@@ -107,26 +105,35 @@ def cut(
     devices_per_host: int | None = None,
     hot_rows: int = 0,
 ) -> TablePlan:
-    """Cut one table by a scheme over `ranks`: equal contiguous rows, equal groups of 16 columns, or both.
+    """Shard a table evenly over `ranks`.
 
-    A table with fewer rows, or fewer groups of 16 columns, than ranks (grid: hosts) leaves the last ones empty-handed.
-    `hot_rows` of hot_replicated lie on all `num_ranks` ranks (None: on `ranks`), the others in equal parts on `ranks`.
-    `devices_per_host` tells which ranks share a host, None: all do.
-    Raises MesetaError when there are no ranks, several for table_wise, or hot rows where they do not fit.
+    Row shards are contiguous, and column shards consist of blocks of 16 columns. If there are fewer rows or blocks than
+    ranks (for grid, than hosts), the last ranks get no shard.
+
+    Args:
+        table: Table to shard.
+        sharding: Sharding type.
+        ranks: Ranks that own the shards.
+        num_ranks: For hot_replicated, number of ranks that replicate the hot rows. `None` means `ranks`.
+        devices_per_host: For grid, number of ranks per host. `None` means that all ranks share one host.
+        hot_rows: For hot_replicated, number of replicated rows.
+
+    Raises:
+        MesetaError: If `ranks` is empty, table_wise has several ranks, or `hot_rows` is invalid for the sharding type.
     """
     where = f"plan: table {table.name!r} ({sharding})"
     if not ranks:
-        raise MesetaError(f"{where} has no ranks; name at least one")
+        raise MesetaError(f"{where}: ranks must not be empty; add at least one rank")
     if sharding is ShardingType.TABLE_WISE and len(ranks) != 1:
-        raise MesetaError(f"plan: table {table.name!r} is table_wise and needs one rank, got {list(ranks)}")
+        raise MesetaError(f"plan: table {table.name!r} is table_wise and must have one rank, got {list(ranks)}")
     is_hot = sharding is ShardingType.HOT_REPLICATED
     if is_hot and not 0 < hot_rows < table.num_embeddings:
         raise MesetaError(
-            f"{where}: hot_rows must be in 1..{table.num_embeddings - 1}, got {hot_rows}; use row_wise for none of its "
-            f"{table.num_embeddings} rows and data_parallel for all"
+            f"{where}: hot_rows must be in 1..{table.num_embeddings - 1}, got {hot_rows}; use row_wise to replicate "
+            f"none of the {table.num_embeddings} rows, or data_parallel to replicate all"
         )
     if hot_rows and not is_hot:
-        raise MesetaError(f"{where}: hot_rows are for hot_replicated alone; leave them out")
+        raise MesetaError(f"{where}: hot_rows can only be used with hot_replicated; remove hot_rows")
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
     pieces: list[tuple[_Span, _Span, tuple[int, ...]]]
     if sharding in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
@@ -143,8 +150,8 @@ def cut(
             hosts.setdefault(rank // devices_per_host if devices_per_host else 0, []).append(rank)
         pieces = [
             (row_span, column_span, (rank,))
-            for column_span, own in _deal(columns, list(hosts.values()), COLUMN_BLOCK)
-            for row_span, rank in _deal(rows, own)
+            for column_span, host_ranks in _deal(columns, list(hosts.values()), COLUMN_BLOCK)
+            for row_span, rank in _deal(rows, host_ranks)
         ]
         pieces.sort()
     else:
@@ -154,8 +161,10 @@ def cut(
 
 
 def _deal(span: _Span, owners: Sequence[T], align: int = 1) -> list[tuple[_Span, T]]:
-    """At most as many non-empty spans as owners, of equal size (the last may be shorter), that start at multiples of
-    `align` from the first."""
+    """Split `span` into contiguous parts of equal size, one per owner, aligned to `align` relative to its start.
+
+    The last part may be shorter, and the last owners may get none.
+    """
     first, last = span
     blocks = -(-(last - first) // align)
     step = -(-blocks // len(owners)) * align

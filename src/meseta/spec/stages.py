@@ -1,31 +1,4 @@
-"""The stages of a training step, in the order in which a batch meets them, and what a plan predicts of each.
-
-stage            a rank                                              predicted as
--------------    ------------------------------------------------    -----------------
-data             takes a batch from its reader                       -
-copy             moves it to its device                              -
-input_dist       sends ids to the ranks that own their rows          input_dist
-lookup           reads and pools the rows that it owns               lookup
-output_dist      waits for those of its samples                      output_dist
-dense_forward    scores                                              dense
-agree            adds up losses and weights with the others          dense
-backward         computes gradients, and adds up the dense ones      dense
-gradient_dist    sends gradients to the owners of the rows           backward
-table_update     steps the rows that it owns                         update
-update           steps the dense part                                dense
-
-On several ranks what travels may be hidden behind what is computed:
-
-overlap      travels                            while
----------    -------------------------------    ----------------------------------------------------------------
-ids          counts and ids of batch i + 1      batch i is computed
-answers      rows and bags                      `Model.before(dense)`; with micro-batches, the one before
-gradients    gradients of rows and bags         the rest of the backward pass; with micro-batches, the one after
-dense        sums of dense gradients            the rest of the backward pass, the update of tables, the next lookup
-agree        the sum of the loss                the backward pass, until the first row moves
-
-No row is looked up before the update of the batch before, so that no bit depends on what is hidden.
-"""
+"""Stages of a training step, and the components of its predicted time."""
 
 from __future__ import annotations
 
@@ -35,36 +8,44 @@ StageName = Literal[
     "data", "copy", "input_dist", "lookup", "output_dist", "dense_forward", "agree", "backward", "gradient_dist",
     "table_update", "update",
 ]  # fmt: skip
+# overlap      transfer                               runs concurrently with
+# ---------    -----------------------------------    --------------------------------------------------------------
+# ids          id counts and ids of batch i + 1       computation of batch i
+# answers      pooled embeddings and rows             `Model.before(dense)`, or the previous micro-batch
+# gradients    gradients of embeddings                the remaining backward pass, or the next micro-batch
+# dense        all-reduce of dense gradients          the remaining backward pass, table updates and the next lookup
+# agree        all-reduce of the loss                 the backward pass until the first row update
+#
+# Overlap never changes results. With staleness 0, a batch is looked up after the update of the previous batch.
 Overlap = Literal["ids", "answers", "gradients", "dense", "agree"]
 OVERLAPS: tuple[Overlap, ...] = ("ids", "answers", "gradients", "dense", "agree")
-"""What may be hidden, in the order in which a batch meets it."""
+"""Transfers that can overlap with computation, in the order in which a batch needs them."""
 Component = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
-"""Parts of a predicted step, as files name them; see LABELS for people."""
+"""Component of a predicted step, by its name in files. `LABELS` has the names in reports."""
 
 
 class Stage(NamedTuple):
-    """One stage."""
+    """Timed stage of a training step."""
 
     name: StageName
-    """As it is timed."""
     component: Component | None
-    """The predicted part of a step that it belongs to; None where no plan predicts it."""
+    """Component whose prediction includes this stage, or `None` if the stage is not predicted."""
 
 
 STAGES = (
-    Stage("data", None),
-    Stage("copy", None),
-    Stage("input_dist", "input_dist"),
-    Stage("lookup", "lookup"),
-    Stage("output_dist", "output_dist"),
-    Stage("dense_forward", "dense"),
-    Stage("agree", "dense"),
-    Stage("backward", "dense"),
-    Stage("gradient_dist", "backward"),
-    Stage("table_update", "update"),
-    Stage("update", "dense"),
+    Stage("data", None),  # wait for a batch from the reader
+    Stage("copy", None),  # copy the batch to the device
+    Stage("input_dist", "input_dist"),  # send ids to the owners of their rows
+    Stage("lookup", "lookup"),  # read and pool owned rows
+    Stage("output_dist", "output_dist"),  # wait for the embeddings of this rank's samples
+    Stage("dense_forward", "dense"),  # compute logits
+    Stage("agree", "dense"),  # sum losses and weights over ranks
+    Stage("backward", "dense"),  # compute gradients, and sum the dense ones over ranks
+    Stage("gradient_dist", "backward"),  # send gradients to the owners of the rows
+    Stage("table_update", "update"),  # update owned rows
+    Stage("update", "dense"),  # update dense parameters
 )
-"""All of them, in their order."""
+"""All stages, in the order in which a batch passes through them."""
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
 LABELS: dict[Component, str] = {
     "input_dist": "input_dist",
@@ -74,10 +55,10 @@ LABELS: dict[Component, str] = {
     "backward": "gradient_exchange",
     "update": "row_update",
 }
-"""What people are told of the parts of a predicted step, in their order: none has the name of another stage."""
+"""Names of the components in reports, in the order of a step. No label is the name of a stage in another component."""
 COMPONENTS: tuple[Component, ...] = tuple(LABELS)
 
 
 def stages_of(component: Component) -> tuple[StageName, ...]:
-    """The timed stages that make up a predicted part of a step."""
+    """Return the timed stages that a component of a predicted step includes."""
     return tuple(stage.name for stage in STAGES if stage.component == component)

@@ -1,4 +1,4 @@
-"""Tables, the features that read them, how rows start and how they learn."""
+"""Specifications of embedding tables and of the sparse features that read them."""
 
 from __future__ import annotations
 
@@ -17,74 +17,74 @@ Pooling = Literal["sum", "mean", "none"]
 IdPolicy = Literal["error", "drop", "clamp", "hash"]
 TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
 DenseDtype = Literal["float32", "bfloat16"]
-"""Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
+"""Type of dense activations. 'bfloat16' enables mixed precision. 'float32' uses the type of the embeddings."""
 VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Of one number of a row, by TableDtype."""
+"""Bytes per element of a row, by `TableDtype`."""
 LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
-"""Largest finite number, by TableDtype."""
+"""Largest finite value, by `TableDtype`."""
 InitKind = Literal["uniform", "normal", "constant"]
 MAX_COLUMNS = 2**31 - 1
 LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
-"""Largest standard normal number that the Box-Muller transform makes of 32 bits."""
+"""Largest standard normal sample of the Box-Muller transform with 32 random bits."""
 
 
 def _check_name(kind: str, name: object) -> None:
     if not isinstance(name, str) or name in ("", "*"):
         raise MesetaError(
-            f"{kind} {name!r}: a name must be text, not empty, and not '*', which means all others in a plan"
+            f"{kind} {name!r}: the name must be a non-empty string other than '*', which means all others in a plan"
         )
     fault = table_name_fault(name) if kind == "table" else None
     if fault:
-        raise MesetaError(f"table {shown(name)}: checkpoints have files of this name, so {fault}; name it otherwise")
+        raise MesetaError(f"table {shown(name)}: checkpoints use the name for files, so {fault}; rename the table")
 
 
 def table_name_fault(name: str) -> str | None:
-    """Why a table cannot be called so; `None` if it can."""
+    """Return why `name` is invalid for a table, or `None` if it is valid."""
     if name == "*":
-        return "in a plan it means all other tables"
-    return "it must have characters, and no control characters" if not name or has_controls(name) else None
+        return "it must not be '*', which means all other tables in a plan"
+    return "it must not be empty or contain control characters" if not name or has_controls(name) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitSpec:
-    """Initial rows, drawn from a counter-based generator keyed by (seed, table, row, column)."""
+    """Initialization of rows by a counter-based random generator with the key (seed, table, row, column)."""
 
     kind: InitKind = "uniform"
-    """'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' equal to `scale`."""
+    """Distribution of the values: 'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant'
+    with value `scale`."""
     scale: float | None = None
-    """Width as above; None: 1 / sqrt(num_embeddings), the initial width of DLRM (arXiv 1906.00091)."""
+    """Scale of the distribution. `None` means 1 / sqrt(num_embeddings), as in DLRM (arXiv 1906.00091)."""
 
     def __post_init__(self) -> None:
         check_choice("init", "kind", self.kind, get_args(InitKind))
         if self.scale is not None and check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
-            raise MesetaError(f"init: scale of {self.kind!r} is a width and must not be negative, got {self.scale}")
+            raise MesetaError(f"init: scale must not be negative for kind {self.kind!r}, got {self.scale}")
 
     def check_range(self, owner: str, dtype: TableDtype) -> None:
-        """Raise MesetaError, beginning with `owner`, if values drawn by this may be infinite in `dtype`."""
+        """Raise MesetaError if initial values could overflow `dtype`. The message starts with `owner`."""
         largest = LARGEST_VALUE[dtype] / (LARGEST_NORMAL if self.kind == "normal" else 1.0)
         if self.scale is not None and abs(self.scale) > largest:
             raise MesetaError(
-                f"{owner}: scale of {self.kind!r} must be at most {largest:.5g} for values of {dtype}, got {self.scale}"
+                f"{owner}: scale must be at most {largest:.5g} for kind {self.kind!r} and dtype {dtype}, got "
+                f"{self.scale}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One logical embedding table; how it is cut and placed is the plan's business."""
+    """Logical embedding table. Its sharding and placement are part of a `Plan`."""
 
     name: str
     """Unique name, for example 'user_id'."""
     num_embeddings: int
-    """Rows of the table, for example 1_000_000."""
+    """Number of rows, for example 1_000_000."""
     embedding_dim: int
-    """Columns of the table, for example 64."""
+    """Number of columns, for example 64."""
     dtype: TableDtype = "float32"
-    """Type of the rows. Arithmetic and optimizer state are float32 for the first three, and rows of 16 bits are rounded
-    stochastically; 'float64' is for verification."""
+    """Type of stored rows. Arithmetic and optimizer state are float32, and 16-bit rows are rounded stochastically. Only
+    'float64', which is meant for verification, also computes in float64."""
     init: InitSpec = field(default_factory=InitSpec)
-    """How rows start."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    """How rows learn."""
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
@@ -92,32 +92,29 @@ class TableSpec:
         for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= largest:
-                raise MesetaError(
-                    f"table {self.name!r}: {name} must be a whole number, at least 1 and at most {largest}, got "
-                    f"{shown(value)}"
-                )
-            object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
+                raise MesetaError(f"table {self.name!r}: {name} must be an integer in 1..{largest}, got {shown(value)}")
+            object.__setattr__(self, name, int(value))  # NumPy integers are accepted, but not serializable.
         self.init.check_range(f"table {self.name!r}: init", self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """One sparse input and the table that it reads; several features may share a table."""
+    """Sparse feature and the table that it reads. Several features may share a table."""
 
     name: str
-    """Unique name, a key of the KeyedJaggedTensor."""
+    """Unique name, which is the key in the `KeyedJaggedTensor`."""
     table: str
-    """Name of the TableSpec."""
     pooling: Pooling = "sum"
-    """'sum' or 'mean' of a bag's rows (an empty bag gives zeros), or 'none': one row per id."""
+    """Reduction of the rows of a bag. 'none' returns one row per id. An empty bag is pooled to zeros."""
     weighted: bool = False
-    """Whether each id carries a weight, which multiplies its row before pooling (mean still divides by the ids)."""
+    """Whether each id has a weight that multiplies its row before pooling. Mean pooling still divides by the number of
+    ids."""
     id_policy: IdPolicy = "error"
-    """An id outside 0..num_embeddings-1 raises ('error'), is left out ('drop'), moves to the nearest valid row
-    ('clamp') or is hashed into the table ('hash'); the last three are counted."""
+    """Handling of ids outside 0..num_embeddings-1: raise an error, drop the id, clamp it to the nearest valid row, or
+    hash it into the table. All policies except 'error' count such ids."""
     batch: str = ""
-    """Features of one name have one batch size, such as that of a batch's distinct users; '' has that of the samples
-    that the loss is the mean over."""
+    """Name of the feature group. All features of a group have the same batch size, for example the number of distinct
+    users. The group '' has one entry per sample of the loss."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
@@ -125,25 +122,27 @@ class FeatureSpec:
         check_choice(f"feature {self.name!r}", "id_policy", self.id_policy, get_args(IdPolicy))
         if self.weighted and self.pooling == "none":
             raise MesetaError(
-                f"feature {self.name!r}: weights multiply rows while pooling, but pooling is 'none'; "
+                f"feature {self.name!r}: weighted requires pooling 'sum' or 'mean', got 'none'; "
                 "set weighted=False and apply the weights to the returned rows"
             )
 
 
 def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
-    """Raise MesetaError unless names are unique and every feature reads a table that exists."""
+    """Raise MesetaError if names of tables or features are not unique, or if a feature reads an unknown table."""
     for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
         for name in doubled(names):
-            raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
-    alike = first_alike(table.name for table in tables)
-    if alike:
+            raise MesetaError(f"{kind} {name!r} is defined {names.count(name)} times; names must be unique")
+    # Checkpoints have files with the names of tables. Some file systems ignore case or normalize accents.
+    same_file = first_alike(table.name for table in tables)
+    if same_file:
         raise MesetaError(
-            f"tables {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell accents "
-            "otherwise, and checkpoints have files of these names; rename one"
+            f"tables {same_file[0]!r} and {same_file[1]!r} must not differ only in case or in the encoding of accents, "
+            "because checkpoints use the names for files; rename one of them"
         )
-    known = {table.name for table in tables}
+    table_names = {table.name for table in tables}
     for feature in features:
-        if feature.table not in known:
+        if feature.table not in table_names:
             raise MesetaError(
-                f"feature {feature.name!r} reads table {feature.table!r}; {nearest(feature.table, known)}"
+                f"feature {feature.name!r} reads the unknown table {feature.table!r}; "
+                f"{nearest(feature.table, table_names)}"
             )

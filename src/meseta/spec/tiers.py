@@ -1,14 +1,4 @@
-"""Where the rows of a table may lie, and what they take there of each memory.
-
-tier      device's memory     host's DRAM     local disk
-------    ----------------    -----------     ----------
-hbm       all                 -               -
-host      -                   all             -
-cached    near rows           all             -
-disk      -                   near rows       all
-
-The memory of a CPU rank is its part of the host's DRAM, so what is said to lie in the one or the other lies there.
-"""
+"""Storage tiers of table rows, their memory requirements, and the options of offloaded tiers."""
 
 from __future__ import annotations
 
@@ -19,59 +9,71 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from meseta.errors import MesetaError, check_choice, is_whole
 
+# tier      device memory    host DRAM      local disk
+# hbm       all rows         -              -
+# host      -                all rows       -
+# cached    cached rows      all rows       -
+# disk      -                cached rows    all rows
+#
+# The device memory of a CPU rank is its share of the host DRAM, so the first two columns are the same memory.
 Tier = Literal["hbm", "host", "cached", "disk"]
 Memory = Literal["hbm", "host", "disk"]
 HBM: Final = "hbm"
-"""The memory of the rank's device; on a CPU rank, DRAM."""
+"""Tier in device memory, which is DRAM on a CPU rank."""
 HOST: Final = "host"
-"""The DRAM of its host."""
+"""Tier in host DRAM."""
 CACHED: Final = "cached"
-"""That, with the frequent rows in the memory of the device too."""
+"""Tier in host DRAM with a row cache in device memory."""
 DISK: Final = "disk"
-"""A local disk, with the frequent rows in DRAM too."""
+"""Tier on a local disk with a row cache in host DRAM."""
 FAR_TIERS: tuple[Tier, ...] = (CACHED, DISK)
-"""Whose rows lie far, and near while batches need them."""
+"""Tiers with a backing store and a row cache."""
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
 DISK_LOOKAHEAD = 2
-"""Batches whose rows are on their way from a disk while another is trained, where nobody says more."""
+"""Default number of batches for which rows are prefetched from disk."""
 MAX_LOOKAHEAD = 64
 CACHED_SHARE = 0.2
-"""Of a piece's rows that lie near, where nobody says more."""
+"""Default share of the rows of an offloaded shard that fit in its cache."""
 SLOT_BYTES = 59
-"""Beside its row, a near row takes so many at most: its marks, what tells when it leaves, an entry of the directory."""
+"""Maximum memory per cached row in addition to its record: marks, eviction score and slot map entry."""
 INDEX_BYTES = 4
-"""Of each row of a piece on a disk, near or far: where it lies in its file."""
+"""Memory per row of a shard on disk, cached or not, for its position in the row file."""
 FILE_SHARE = 1.5
-"""What a file of rows takes, at most, over its rows with their states."""
+"""Maximum size of a row file relative to its rows and optimizer states."""
 PART_BYTES = 64 << 20
-"""Of consecutive rows that fill segments of their own; who reads all rows in order holds as much, some times."""
+"""Size of a part of a row file: consecutive rows in separate segments. A sequential reader keeps several parts in
+memory."""
+# The disk reads the next part while the current one is being processed.
 PARTS_AHEAD = 1
-"""Parts that are read while one is taken: the disk is busy while another is looked up."""
+"""Number of parts that a sequential reader of a row file prefetches."""
 MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
-"""Those of the device, of its host, and disks."""
+"""Memory of a device, memory of a host, and local disks of a host."""
 
 
 def index_bytes(tier: str, num_rows: int) -> int:
-    """Of memory for where the rows of a piece lie."""
+    """Return the memory for the row file index of a shard. It is 0 unless the shard is in tier `disk`."""
     return INDEX_BYTES * num_rows if tier == DISK else 0
 
 
 def part_rows(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
-    """Rows of each part but the last, where a row has `record_bytes` with its states."""
+    """Return the number of rows per part of a row file, a power of two. The last part may have fewer.
+
+    `record_bytes` includes the optimizer state of a row.
+    """
     return 1 << (max(part_bytes // record_bytes, 1).bit_length() - 1)
 
 
 class Held(NamedTuple):
-    """What one of MEMORIES has of a piece in each of TIERS."""
+    """Memory that a shard uses in one of `MEMORIES`, as factors for each tier."""
 
     whole: tuple[float, ...]
-    """How often all of its rows with their states."""
+    """Factors for the size of all rows and their optimizer states, in the order of `TIERS`."""
     near: tuple[float, ...]
-    """How often those that lie near."""
+    """Factors for the size of the cached rows and their optimizer states, in the order of `TIERS`."""
 
 
 def held_in(*, is_cpu: bool) -> dict[Memory, Held]:
-    """Of each of MEMORIES, of ranks that compute on a CPU or not."""
+    """Return the use of each memory by a shard, for ranks on CPUs or on GPUs."""
     nothing, disk = (0.0, 0.0, 0.0, 0.0), Held((0.0, 0.0, 0.0, FILE_SHARE), (0.0, 0.0, 0.0, 0.0))
     if is_cpu:
         return {HBM: Held((1.0, 1.0, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0)), HOST: Held(nothing, nothing), DISK: disk}
@@ -83,35 +85,36 @@ def held_in(*, is_cpu: bool) -> dict[Memory, Held]:
 
 
 EngineName = Literal["auto", "io_uring", "threads"]
-"""What reads a disk: 'auto' takes io_uring where the system allows it."""
+"""I/O engine for row files. `auto` selects io_uring if the system allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """Room for rows of tiers 'cached' and 'disk'."""
+    """Options of the offloaded tiers `cached` and `disk`."""
 
     dir: Path | None = None
-    """Folder on a local disk for the scratch files of tier 'disk'; None: no row may lie on a disk."""
+    """Folder on a local disk for the row files of tier `disk`. `None` disables the tier."""
     near_bytes: int | None = None
-    """Memory of each rank for rows that lie near, with their states and what is known of them; it is shared out to the
-    pieces whose plan has no `near_rows`, by their bytes. None: a fifth of these."""
+    """Memory per rank for cached rows, including optimizer states and metadata. It is divided among the shards whose
+    plan has no `near_rows`. `None` means a fifth of their total size."""
     engine: EngineName = "auto"
-    """What reads and writes the disk."""
     lookahead: int | None = None
-    """Batches whose rows are brought before their turn; 0: rows come when they are looked up. None: DISK_LOOKAHEAD
-    where rows lie on a disk, else 1."""
+    """Number of batches whose rows are prefetched. 0 fetches rows only when they are looked up. `None` means
+    `DISK_LOOKAHEAD` if any table is in tier `disk`, and 1 otherwise."""
     max_reads_per_s: float | None = None
-    """Reads of the disk a second that a rank makes at most; None: no limit."""
+    """Maximum number of disk reads per second of one rank. `None` means no limit."""
 
     def __post_init__(self) -> None:
         check_choice("storage", "engine", self.engine, get_args(EngineName))
         if self.lookahead is not None and not (is_whole(self.lookahead) and 0 <= self.lookahead <= MAX_LOOKAHEAD):
-            raise MesetaError(f"storage: lookahead must be 0 to {MAX_LOOKAHEAD}, or None, got {self.lookahead!r}")
+            raise MesetaError(
+                f"storage: lookahead must be an integer in 0..{MAX_LOOKAHEAD}, or None, got {self.lookahead!r}"
+            )
         if self.near_bytes is not None and (not is_whole(self.near_bytes) or self.near_bytes < 1):
-            raise MesetaError(f"storage: near_bytes must be at least 1, or None for a share, got {self.near_bytes!r}")
+            raise MesetaError(f"storage: near_bytes must be a positive integer, or None, got {self.near_bytes!r}")
 
     def batches_ahead(self, tiers: Collection[str]) -> int:
-        """Batches whose rows are brought before their turn, where rows lie in these tiers."""
+        """Return the number of batches to prefetch if `tiers` are in use. It is 0 without an offloaded tier."""
         if not set(FAR_TIERS) & set(tiers):
             return 0
         if self.lookahead is not None:
@@ -119,7 +122,7 @@ class StorageOptions:
         return DISK_LOOKAHEAD if DISK in tiers else 1
 
     def batches_near(self, tiers: Collection[str]) -> int:
-        """Batches whose rows lie near at once: the one in hand, and those ahead."""
+        """Return the number of batches whose rows are cached together: the current one and the prefetched ones."""
         return 1 + self.batches_ahead(tiers)
 
     def near_rows(
@@ -130,12 +133,19 @@ class StorageOptions:
         *,
         index_bytes: int = 0,
     ) -> list[int]:
-        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may.
+        """Divide the cache of one rank among its shards.
 
-        What there is, near_bytes less the `index_bytes` of rows on a disk, or `auto_share` of all, goes by halves: from
-        the first each piece gets as many rows as any other, or all that it has, so that small tables lie near whole;
-        from the second each gets a share of what it has beyond.
+        Args:
+            row_bytes: Bytes per cached row of each shard.
+            num_rows: Number of rows of each shard.
+            auto_share: Share of all bytes that are cached if `near_bytes` is `None`.
+            index_bytes: Part of `near_bytes` that the indexes of row files occupy.
+
+        Returns:
+            Number of cached rows of each shard, at least 1.
         """
+        # One half of the cache gives all shards the same number of rows, so that small tables are cached completely.
+        # The other half is divided in proportion to their remaining rows.
         whole = sum(of_row * count for of_row, count in zip(row_bytes, num_rows, strict=True))
         room = auto_share * whole
         if self.near_bytes is not None:
@@ -148,7 +158,7 @@ class StorageOptions:
 
 
 def _level(row_bytes: Sequence[int], num_rows: Sequence[int], room: float) -> int:
-    """Rows that every piece may have, or all of its own where these are fewer, in so many bytes."""
+    """Return the largest number of rows per shard that fits in `room` bytes. Smaller shards use less than that."""
     pieces = sorted(zip(num_rows, row_bytes, strict=True))
     for index, (count, _) in enumerate(pieces):
         of_all = sum(of_row for _, of_row in pieces[index:])

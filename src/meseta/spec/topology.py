@@ -1,4 +1,4 @@
-"""The machines that a plan is made for."""
+"""Topology: the hosts, devices and links for which a plan is made."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FORMAT = "meseta.topology/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins a device to the others of one level."""
+    """Bandwidth and latency of communication between devices, either inside a host or between hosts."""
 
     bytes_per_s: float
-    """What one device sends while it receives as much, in bytes per second."""
+    """Bandwidth of one device per direction, while it sends and receives at the same time."""
     latency_s: float
-    """Of one collective, in seconds."""
+    """Latency of one collective."""
     peer_s: float = 0.0
-    """Of each other rank that a rank meets in it over such links, on top, in seconds."""
+    """Additional latency of a collective for each peer that a rank reaches over this link."""
 
     def __post_init__(self) -> None:
         if check_number("link", "bytes_per_s", self.bytes_per_s) <= 0:
@@ -36,49 +36,49 @@ class Link:
                 raise MesetaError(f"link: {name} must not be negative, got {getattr(self, name)}")
 
     def to_dict(self) -> dict[str, float]:
-        """Plain data; nothing of peers where they take nothing."""
+        """Convert to plain data. Omits `peer_s` if it is 0."""
         peers = {"peer_s": self.peer_s} if self.peer_s else {}
         return {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s, **peers}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Hosts with equal devices; one rank drives one device. Rank r is device r % devices_per_host of host
-    r // devices_per_host."""
+    """Hosts with identical devices and one rank per device.
+
+    Rank r is device r % devices_per_host of host r // devices_per_host.
+    """
 
     num_hosts: int = 1
-    """Machines, for example 2."""
     devices_per_host: int = 1
-    """Ranks on each machine, for example 8."""
     device: DeviceKind = "cpu"
-    """Kind of the devices; its documented constants stand for what was not measured."""
+    """Kind of device. Its documented constants are used if there are no measurements."""
     hbm_bytes: int | None = None
-    """Memory of one device in bytes (on a CPU rank, its share of DRAM); None: not checked."""
+    """Memory of one device. For a CPU rank, its share of the host DRAM. `None` disables the memory check."""
     host_bytes: int | None = None
-    """DRAM of one host beside its devices that tables may fill, in bytes; None or 0: none. CPU ranks have theirs in
-    `hbm_bytes`."""
+    """DRAM of one host that is available for tables, in addition to device memory. `None` or 0 means none. For CPU
+    ranks, use `hbm_bytes` instead."""
     disk_bytes: int | None = None
-    """Local disks of one host that tables may fill, in bytes; None or 0: none."""
+    """Disk space of one host that is available for tables. `None` or 0 means none."""
     inside: Link | None = None
-    """Between the devices of a host; None: as documented for the kind of device."""
+    """Link between the devices of a host. `None` selects the links of the cost model."""
     across: Link | None = None
-    """Between hosts; None: as documented for the kind of device."""
+    """Link between hosts. `None` selects the links of the cost model."""
 
     def __post_init__(self) -> None:
         check_choice("topology", "device", self.device, get_args(DeviceKind))
         for field in ("num_hosts", "devices_per_host"):
             value = getattr(self, field)
             if not is_whole(value) or value < 1:
-                raise MesetaError(f"topology: {field} must be at least 1, got {value!r}")
+                raise MesetaError(f"topology: {field} must be a positive integer, got {value!r}")
         if self.num_ranks > MAX_RANKS:
             raise MesetaError(
-                f"topology: num_hosts {self.num_hosts} of devices_per_host {self.devices_per_host} are more than "
-                f"{MAX_RANKS:,} ranks"
+                f"topology: num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host} must be at most "
+                f"{MAX_RANKS:,}"
             )
         for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
             value, least = getattr(self, field), int(field == "hbm_bytes")
             if value is not None and (not is_whole(value) or value < least):
-                raise MesetaError(f"topology: {field} must be at least {least}, or None for no check, got {value!r}")
+                raise MesetaError(f"topology: {field} must be an integer >= {least}, or None, got {value!r}")
 
     @property
     def num_ranks(self) -> int:
@@ -86,37 +86,35 @@ class Topology:
 
     @property
     def is_one_cpu_host(self) -> bool:
-        """Whether nothing leaves a host, and the processors that compute copy what travels in it."""
+        """Whether all ranks run on the CPUs of one host, so that the same cores compute and copy communicated data."""
         return self.device == "cpu" and self.num_hosts == 1
 
     def memory_bytes(self, memory: str) -> int | None:
-        """Of one device, or of one host: what the field says; None where it is no memory."""
+        """Return the capacity of a memory, per device or per host. `None` means unknown, or that there is none."""
         return {HBM: self.hbm_bytes, HOST: self.host_bytes, DISK: self.disk_bytes}.get(memory)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where tables may lie; 'host' and 'cached' of a CPU rank are its own memory."""
+        """Available tiers. For CPU ranks, `host` and `cached` use the same memory as `hbm`."""
         has_host = self.host_bytes or self.device == "cpu"
         return (HBM, *((HOST, CACHED) if has_host else ()), *((DISK,) if self.disk_bytes else ()))
 
     @property
     def is_all_counted(self) -> bool:
-        """Whether what ranks hold in the DRAM of their hosts takes room of their devices: they compute there, and what
-        has no room may lie on a disk."""
+        """Whether tables in host DRAM count towards device memory. True for CPU ranks with disk space for tables."""
         return self.device == "cpu" and bool(self.disk_bytes)
 
     @property
     def spill_tiers(self) -> tuple[Tier, ...]:
-        """Of these, those that take less of a device's memory than 'hbm'."""
+        """Available tiers that need less device memory than `hbm`, and `hbm` itself."""
         on_cpu: tuple[Tier, ...] = (HBM, DISK)
         return tuple(tier for tier in self.tiers if self.device != "cpu" or tier in on_cpu)
 
     def host_of(self, rank: int) -> int:
-        """Number of the host that the rank's device sits in."""
         return rank // self.devices_per_host
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for YAML; `from_dict` reads it back."""
+        """Convert to plain data for YAML. `from_dict` is the inverse."""
         document: dict[str, Any] = {"format": _FORMAT}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -126,14 +124,14 @@ class Topology:
 
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Topology:
-        """Read a topology. Raises MesetaError for an unknown key, a value that breaks its rule, or another format."""
+        """Parse a topology. Raises MesetaError if a key is unknown, or a value or the format is invalid."""
         return read_record("topology", Topology, without_format("topology", document, _FORMAT))
 
     @staticmethod
     def load(path: str | Path) -> Topology:
-        """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
+        """Load a topology from a YAML or JSON file. Raises MesetaError if it cannot be read or is invalid."""
         return load_document("topology", path, Topology.from_dict)
 
     def save(self, path: str | Path) -> None:
-        """Write YAML."""
+        """Write the topology to a YAML file."""
         write_yaml(path, self.to_dict())

@@ -1,42 +1,4 @@
-"""What travels between ranks in a training step: one list, which the step sends by and the planner multiplies by.
-
-Each collective of a step is a Transfer: it has a name, which `World` is told with the data, and parts, each so many
-bytes for each thing of one kind that a batch has. A step under a plan is
-
-    stage        transfer                       to       so many bytes for each
-    -----------  -----------------------------  -------  -----------------------------------------------
-    input_dist   label weights                  all      step, if labels may be missing
-                 counts                         owners   pair of ranks, route
-                 ids                            owners   bag (its length), id
-                 weights                        owners   id
-    output_dist  answers                        askers   number of a bag or row
-                 whole bags                     askers   number of a bag that a host has summed
-    dense        batch norm, agree              all      step
-                 logits                         all      sample, where a loss is of the whole batch
-                 gradients of batch norm        all      step
-    backward     gradients of whole bags        owners   number of a bag that a host has summed
-                 gradients                      owners   number of a bag or row
-                 replicas                       all      number and row of a replica
-                 row statistics                 owners   touched row and 16 columns
-    dense        dense                          all      parameter
-                 norms                          all      step
-
-of which those of tables take place only where a table needs them (arXiv 2104.05158, section 4.2: input all-to-all,
-pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host). With exchange 'two_level' ids come in
-two steps, bags and rows go as those that a host sums, and a row that is not pooled once for each rank that asks:
-
-    input_dist   counts, counts inside          twins, mates   pair of twins or mates, route of a host, route
-                 ids, ids inside                twins, mates   bag and id: once for each host, and for each owner
-                 weights, weights inside        twins, mates   id, likewise
-    output_dist  answers                        mates          number of a bag, number of a distinct row
-                 whole bags                     twins          number of a bag of a host, number of a distinct row
-    backward     gradients of whole bags        twins          number of a bag of a host, number of a row
-                 gradients                      mates          number of a bag, number of a row
-
-A codec writes numbers that go to owners, to askers or to twins: codec 'forward' those of bags and rows, 'backward'
-their gradients and, between hosts, the sums of replicas, 'dense' the sums of dense gradients, between hosts too. What
-mates exchange travels as it was computed, and so do ids, counts, weights and row statistics everywhere.
-"""
+"""Transfers between ranks in a training step, from which the planner predicts times and buffers."""
 
 from __future__ import annotations
 
@@ -63,144 +25,160 @@ from meseta.spec.stages import Component
 from meseta.spec.tables import FeatureSpec, TableSpec
 from meseta.spec.workload import DenseExchange, Workload
 
+# pair                    pair of ranks
+# twin pair               pair of ranks with the same local index on different hosts
+# route                   feature that reads a shard, for each requesting rank
+# row route               route of a feature without pooling
+# bag, id, weight         bag, id or weight of an id, for each shard that reads it
+# bag number              element of a bag
+# partial bag number      element of a bag that is summed inside a host
+# whole bag number        element of the sum of such bags
+# summed bag number       with exchange 'two_level': element of a bag that is one of several row ranges
+# handed bag number       with exchange 'two_level': element of a bag that is forwarded unchanged
+# row number              element of a row that is not pooled
+# distinct row number     the same, counted once for each requesting rank
+# row statistic           sum over 16 columns of a touched row, for each other owner of columns of the row
+# replica number          element of a replicated row
+# padded replica number   the same, with the number of columns rounded up to a multiple of 16
+# replica row             replicated row
+# step                    constant size per step
+#
+# Units that start with "host" are counted once for all shards of a host that have columns of the same rows.
 Each = Literal[
     "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
     "weight", "host weight", "bag number", "partial bag number", "summed bag number", "handed bag number",
     "whole bag number", "row number", "distinct row number", "row statistic", "replica number", "padded replica number",
     "replica row", "step",
 ]  # fmt: skip
-"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
-one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; of
-these, with two levels, those that are one of several ranges of rows are summed, and others handed on as they are; a
-row number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
-host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
-touched row's part of 16 columns, for each other owner of columns of the row. Padded are numbers of rows whose columns
-are rounded up to 16."""
+"""Unit that the size of a transfer is proportional to."""
 
 COUNT_BYTES = 8
-"""Of a count, and of a number that ranks agree on."""
+"""Bytes per id count, and per value that ranks agree on."""
 NUM_AGREED = 1
-"""Numbers that ranks agree on in a step, beside the flags that a run adds: the sum of losses."""
+"""Number of values that ranks agree on in each step: the sum of losses. The flags of a run are not included."""
 MOMENTS = 2
-"""Numbers of a column that batch norm adds up, in 64 bits; as many on the way back."""
+"""Number of float64 sums per column that batch norm exchanges in the forward pass, and again in the backward pass."""
 INT32_MAX = 2**31 - 1
-"""The largest number of 32 bits."""
 ROW_STATISTICS = {
     **dict.fromkeys(("rowwise_adagrad", "rowwise_adam"), (1, 1)),
     **dict.fromkeys(("lars", "lamb"), (1, 2)),
     "rowwise_lamb": (2, 3),
 }
-"""By row optimizer: exchanges a step, and numbers per row and 16 columns in them all, where columns are cut."""
+"""Exchange of row statistics that column shards need, by row optimizer: (number of exchanges per step, total number of
+values per row and block of 16 columns)."""
 
 
 class CountsHeader(NamedTuple):
-    """What a rank tells each owner of rows before the number of ids of each route: `[header | routes ...]`, in 64 bits.
+    """Header that a rank sends to each owner of rows, followed by the number of ids of each route, all in int64.
 
-    With it all ranks know what the loss of the global batch is divided by, and where their samples lie in it, before
-    any is computed. An id that is outside of its table under policy 'error' is told with its place, so that all ranks
-    raise alike. Of what a rank knows after sorting its ids, with features a and b, b cut into two row ranges:
-
-        place     0      1      2        3        4     5     6        7       8    9          10
-        known     start  slice  padding  weight | a     b   | feature  sample  id | b range 0  b range 1
-
-        to the owner of a           [start  slice  padding  weight  feature  sample  id | a        ]
-        to the owner of b, range 1  [start  slice  padding  weight  feature  sample  id | b range 1]
+    From the headers of all ranks, each rank derives the denominator of the global loss and the offset of its samples in
+    the global batch before it computes anything. If an id is out of range under policy 'error', all ranks learn its
+    position and raise the same error.
     """
 
+    # Example with features a and b, where b is split into two row ranges. After sorting its ids, a rank has the values
+    #
+    #     index     0      1      2        3        4     5     6        7       8    9          10
+    #     value     start  slice  padding  weight | a     b   | feature  sample  id | b range 0  b range 1
+    #
+    # and sends
+    #
+    #     to the owner of a           [start  slice  padding  weight  feature  sample  id | a        ]
+    #     to the owner of b, range 1  [start  slice  padding  weight  feature  sample  id | b range 1]
+
     start: int
-    """Samples of this rank, below BATCH_SIZES, and above them the mark of the batch: all ranks must be at one."""
+    """Batch size of this rank plus `BATCH_SIZES` times the batch tag. The tag must be equal on all ranks."""
     slice_size: int
-    """Samples of this rank in the global batch: more than the above where gradients are accumulated."""
+    """Number of samples in the slice of this rank. With gradient accumulation, it is larger than the batch size."""
     num_padding: int
-    """Of these, samples that only fill it up."""
+    """Number of padding samples in the slice of this rank."""
     weight_bits: int
-    """Sum of the weights of these, a float64 as the 64 bits that it is; see `float_bits`."""
+    """Bits of a float64, the sum of the sample weights in the slice of this rank. See `float_bits`."""
     feature: int
-    """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole, RAN_OUT
-    where there is none any more."""
+    """Index of the feature with the first out-of-range id, or -1 if all ids are valid. `REFUSED` rejects the whole
+    batch. `RAN_OUT` means that the rank has no batch left."""
     sample: int
-    """Of the first refused id, on this rank; or what is to come of a loop whose ranks run out unevenly."""
+    """Index of the sample with the first out-of-range id on this rank. If `feature` is `RAN_OUT`, index of the policy
+    for uneven inputs."""
     id: int
-    """The first refused id; or the batches that the rank has had."""
+    """First out-of-range id. If `feature` is `RAN_OUT`, the number of batches that the rank has processed."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of this rank."""
         return self.start % BATCH_SIZES
 
     @property
     def mark(self) -> int:
-        """What tells the batch from those before and after it."""
+        """Batch tag, which identifies the batch among those in flight."""
         return self.start // BATCH_SIZES
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of this rank's samples."""
         [weight] = struct.unpack("<d", struct.pack("<q", self.weight_bits))
         return float(weight)
 
 
 def float_bits(number: float) -> int:
-    """The bits of a float64 as an integer."""
+    """Return the bits of a float64 as a signed integer."""
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
 NUM_LEADING = 4
-"""Numbers of a header that a rank knows before it looks at ids."""
+"""Number of leading header fields that a rank knows before it reads ids."""
 BATCH_SIZES = 2**32
-"""More than the samples of any rank."""
+"""Exclusive upper bound of the batch size of a rank, which occupies the low 32 bits of `CountsHeader.start`."""
 MARKS = 2**15
-"""The mark of a batch is its number below this, and as many times its step."""
+"""Radix of batch tags. A tag is a batch number below `MARKS` plus `MARKS` times a step."""
 HEADER = len(CountsHeader._fields)
-"""Numbers before the counts of the routes."""
+"""Number of header fields before the counts of the routes."""
 REFUSED, RAN_OUT = -2, -3
-"""Stand for the feature where a batch was refused as a whole, and where a rank has no batch left."""
+"""Values of `CountsHeader.feature` for a rejected batch, and for a rank without batches."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """So many bytes for each of something."""
+    """Part of a transfer whose size is proportional to the number of one unit."""
 
     each: Each
-    """What is counted."""
     num_bytes: float
-    """Of one of them, in a step."""
+    """Bytes per unit and step, without scales."""
     way: Way
-    """Between whom they travel."""
     block_bytes: float = 0.0
-    """Beside those of its numbers, of each 16 columns of a bag or row, the last perhaps fewer."""
+    """Bytes of the scale of each block of up to 16 columns of a bag or row."""
     codec: Codec = FP32
-    """How numbers are written; what is not float32 numbers travels as it is, too."""
+    """Codec of the elements. Data that is never encoded, such as ids, has `FP32`."""
 
     @property
     def byte_numbers(self) -> float:
-        """How many numbers a codec writes in a byte of this part, in whole blocks; 0 where it writes none."""
+        """Number of elements per encoded byte in complete blocks, or 0 if the codec is lossless."""
         return 0.0 if self.codec.is_whole else 1.0 / self.codec.each_bytes
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a step."""
+    """Collective of a training step."""
 
     name: str
-    """What it is called, also where it begins."""
+    """Name by which the transfer is timed and recorded."""
     stage: Component
-    """When it takes place."""
+    """Component of the predicted step that includes the transfer."""
     parts: tuple[Part, ...]
-    """Bytes of all `times` together."""
+    """Parts of the transfer, with the bytes of all calls of a step together."""
     times: int = 1
-    """How often it takes place in a step."""
+    """Number of calls per step."""
     to_owners: bool = True
-    """Whether it goes from the ranks of the samples to those of the rows; answers go the other way."""
+    """Whether data is sent from the ranks of the samples to the owners of the rows, and not in the opposite
+    direction."""
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is an all-reduce, or half of one."""
+        """Whether the transfer is an all-reduce or a reduce-scatter."""
         return any(part.way in ("sum", "host sum", "hosts sum", "hosts chain", "host scatter") for part in self.parts)
 
     @property
     def path(self) -> SumPath | None:
-        """Which way a sum takes; None where it is none. One between hosts alone takes that of its second half."""
+        """Algorithm of a reduction, or `None` for other transfers. The phase between hosts determines it, if there is
+        one."""
         ways = {part.way for part in self.parts}
         if "hosts chain" in ways:
             return "chain"
@@ -208,48 +186,86 @@ class Transfer:
 
     @property
     def is_of_tables(self) -> bool:
-        """Whether what travels depends on where tables lie."""
+        """Whether the size of the transfer depends on the plan."""
         return self.parts[0].each != "step"
 
 
+# tests/distributed/test_traffic.py compares these transfers with the collectives of a step.
+#
+# Transfers of a step with exchange 'flat', in the order in which they start (arXiv 2104.05158, section 4.2, and section
+# 4.2.1 for sums inside a host). Transfers of tables take place only if a table needs them.
+#
+# component    transfer                       receivers     bytes for each
+# ----------   ----------------------------   -----------   --------------------------------------------------
+# input_dist   label weights                  all           step, if labels may be missing
+#              counts                         owners        pair of ranks, route
+#              ids                            owners        bag (its length), id
+#              weights                        owners        id
+# output_dist  answers                        requesters    element of a bag or row
+#              whole bags                     requesters    element of a bag that a host has summed
+# dense        batch norm, agree              all           step
+#              logits                         all           sample, if the loss needs the global batch
+#              gradients of batch norm        all           step
+# backward     gradients of whole bags        owners        element of a bag that a host has summed
+#              gradients                      owners        element of a bag or row
+#              replicas                       all           element and row of a replica
+#              row statistics                 owners        touched row and 16 columns
+# dense        dense                          all           parameter
+#              norms                          all           step
+#
+# With exchange 'two_level', the transfers of tables have two hops: between cross-host peers, which are the ranks with
+# the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
+#
+# input_dist   counts, counts inside          peers, host   pair of ranks, route of a host or rank
+#              ids, ids inside                peers, host   bag and id, once for each host or owner
+#              weights, weights inside        peers, host   id, once for each host or owner
+# output_dist  answers                        host          element of a bag or distinct row
+#              whole bags                     peers         element of a bag of a host, element of a distinct row
+# backward     gradients of whole bags        peers         element of a bag of a host, element of a row
+#              gradients                      host          element of a bag or row
+#
+# Codecs encode elements that are sent to owners, requesters or peers. Codec 'forward' is for bags and rows, 'backward'
+# for their gradients and for sums of replicas between hosts, and 'dense' for sums of dense gradients between hosts. The
+# intra-host hop of 'two_level' and all ids, counts, weights and row statistics are never encoded.
 GRADIENTS_OF = {
     "answers": "gradients",
     "whole bags": "gradients of whole bags",
     "batch norm": "gradients of batch norm",
 }
-"""Names of the ways back."""
+"""Transfers that send gradients in the backward pass, by the corresponding transfer of the forward pass."""
 INSIDE = " inside"
-"""Ends the name of what a host hands on among its ranks."""
+"""Suffix of transfer names for the intra-host hop of a hierarchical exchange."""
 HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
 OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
              "replicas", "row statistics")  # fmt: skip
-"""Names of the transfers of tables."""
+"""Names of the transfers of embedding tables."""
 OF_STEPS = frozenset((*OF_TABLES, "label weights", "batch norm", "gradients of batch norm", "logits", "agree", "dense",
                       "norms", "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
-"""Names of all transfers that `step_transfers` may list."""
+"""Names of all transfers that `step_transfers` can return."""
 OF_LAST_PART = ("replicas", "row statistics")
-"""Names of those of a backward pass that begin with the last micro-batch, whose loss all ranks have agreed on."""
+"""Names of backward transfers that start only after all ranks have agreed on the loss of the last micro-batch."""
 BETWEEN_STEPS = frozenset(
     ("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped", "a measurement")
 )
-"""Names of collectives that are part of no step."""
+"""Names of collectives outside of training steps."""
 
 
 def id_bytes(longest: int) -> int:
-    """Of an id on the wire, where the longest range of rows that one rank holds has `longest` rows: an id travels as a
-    row of its range."""
+    """Return the bytes per id in an exchange. `longest` is the number of rows of the longest row range."""
+    # Ids are sent relative to the start of their row range.
     return 4 if longest <= INT32_MAX else 8
 
 
 def longest_range(tables: Sequence[TableSpec], plan: Plan | None = None) -> int:
-    """Rows of the longest range of rows that `plan` cuts a table into; of the longest table without one."""
+    """Return the number of rows of the longest row range in `plan`, or of the longest table if there is no plan."""
     if plan is None:
         return max((table.num_embeddings for table in tables), default=0)
     return max((b - a for entry in plan.tables for a, b in {shard.rows for shard in entry.shards}), default=0)
 
 
 def number_bytes(tables: Sequence[TableSpec]) -> int:
-    """Of a number of a bag, a row or a gradient on the wire, and of a weight: tables have one type for them all."""
+    """Return the bytes of an unencoded element of a bag, row or gradient in an exchange, and of an id weight."""
+    # All tables are exchanged in one type.
     return 8 if any(table.dtype == "float64" for table in tables) else 4
 
 
@@ -261,15 +277,18 @@ def step_transfers(
     exchange: Exchange | None = None,
     dense_exchange: DensePath | None = None,
 ) -> tuple[Transfer, ...]:
-    """All transfers of one training step on `num_ranks` ranks, in the order in which they begin; none on one rank.
+    """List the transfers of one training step, in the order in which they start.
 
     Args:
-        workload: tables, features and the dense part; the size of the batch matters for a loss of all of it alone.
-        plan: where tables lie; None: anywhere, so that the list has all that some plan needs.
-        num_ranks: all ranks.
-        per_host: ranks of a host.
-        exchange: which way they take between hosts; None: as the plan says.
-        dense_exchange: which way sums take there; None: as the plan says.
+        workload: Tables, features and dense part. The batch size matters only if the loss needs the global batch.
+        plan: Placement of the tables. `None` lists the transfers that any plan could need.
+        num_ranks: Number of ranks.
+        per_host: Number of ranks per host.
+        exchange: Algorithm for exchanging ids, embeddings and their gradients. `None` uses that of the plan.
+        dense_exchange: Algorithm of all-reduces between hosts. `None` uses that of the plan.
+
+    Returns:
+        Transfers of a step. Empty on a single rank.
     """
     if num_ranks == 1:
         return ()
@@ -289,8 +308,8 @@ def step_transfers(
     )
     agree = _alike("agree", COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), 1, "gather")
     back = [*step.backward_of_dense(), *step.backward()]
-    early = [] if step.num_parts == 1 else [own for own in back if own.name not in OF_LAST_PART]
-    late = [own for own in back if own not in early]
+    early = [] if step.num_parts == 1 else [transfer for transfer in back if transfer.name not in OF_LAST_PART]
+    late = [transfer for transfer in back if transfer not in early]
     num_bytes = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
     logits = [_alike("logits", num_bytes, 1, "gather")] if num_bytes else []
     masked = step.dense.num_masked_tasks
@@ -309,7 +328,7 @@ def step_transfers(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a list follows from."""
+    """Settings that determine the transfers of a step."""
 
     tables: Sequence[TableSpec]
     features: Sequence[FeatureSpec]
@@ -321,10 +340,8 @@ class _Step:
     two_level: bool
     comm: Communication
     ways: tuple[Exchange | None, DensePath | None]
-    """Of the plan, between hosts."""
 
     def forward(self) -> list[Transfer]:
-        """Ids to the owners of their rows, and what is looked up back."""
         times, id_width = self.num_parts * self.num_batches, id_bytes(longest_range(self.tables, self.plan))
         header, count = times * HEADER * COUNT_BYTES, self.num_parts * COUNT_BYTES
         weighted = len({feature.batch for feature in self.features if feature.weighted})
@@ -332,11 +349,11 @@ class _Step:
         if not self.two_level:
             counts = (Part("pair", header, "owners"), Part("route", count, "owners"))
             ids = (Part("bag", id_width, "owners"), Part("id", id_width, "owners"))
-            found = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
+            transfers = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
             if weighted:
                 weights = (Part("weight", weight, "owners"),)
-                found.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
-            return [*found, *self.answers()]
+                transfers.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
+            return [*transfers, *self.answers()]
         across: list[tuple[Each, float]] = [("twin pair", header), ("host route", count), ("host row route", count)]
         inside: list[tuple[Each, float]] = [("pair", header), ("route", count), ("row route", count)]
         parts: dict[str, tuple[tuple[Part, ...], tuple[Part, ...]]] = {
@@ -365,7 +382,8 @@ class _Step:
         ]
 
     def answers(self, row: Each | None = None, direction: Direction = "forward") -> list[Transfer]:
-        """Bags and rows to the ranks that asked; with two levels `row` is what rows are counted by."""
+        """List the transfers of embeddings to the requesting ranks. `row` is the unit of rows in a hierarchical
+        exchange."""
         times, number = self.num_parts * self.num_batches, number_bytes(self.tables)
         codec = self.comm.codec(direction)
 
@@ -377,7 +395,7 @@ class _Step:
             return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
         whole = [written("whole bag number", "hosts")]
         partial: Each = "partial bag number"
-        if self.two_level:  # what is handed on is written once, by its owner
+        if self.two_level:  # The owner encodes once, and forwarding ranks do not encode again.
             row, partial = row or "distinct row number", "summed bag number"
             handed_on = (written(each, "host") for each in ("handed bag number", row))
             parts = tuple(replace(part, codec=FP32) for part in handed_on)
@@ -389,11 +407,10 @@ class _Step:
         ]
 
     def backward(self) -> list[Transfer]:
-        """Gradients to the owners of rows, sums of those of replicas, sums over rows whose columns are cut."""
         number = number_bytes(self.tables)
-        found = [
-            replace(own, name=GRADIENTS_OF[own.name], stage="backward", to_owners=True)
-            for own in reversed(self.answers("row number", "backward"))
+        transfers = [
+            replace(transfer, name=GRADIENTS_OF[transfer.name], stage="backward", to_owners=True)
+            for transfer in reversed(self.answers("row number", "backward"))
         ]
         if self.has_replicas:
             each: Each = "replica number" if self.comm.codec("backward").is_whole else "padded replica number"
@@ -401,37 +418,36 @@ class _Step:
                 *self.summed(each, number, "backward"),
                 *self.summed("replica row", number, "backward", counts=1.0),
             )
-            found.insert(1, Transfer("replicas", "backward", parts))  # a second level begins when the first is there
+            # The second hop of gradients starts when the first has arrived, so replicas go between the two.
+            transfers.insert(1, Transfer("replicas", "backward", parts))
         if self.num_stages:
             statistics = (Part("row statistic", number, "columns"),)
-            found.append(Transfer("row statistics", "backward", statistics, self.num_stages))
-        return found
+            transfers.append(Transfer("row statistics", "backward", statistics, self.num_stages))
+        return transfers
 
     def forward_of_dense(self) -> list[Transfer]:
-        """Parameters of modules that are cut over a host, and moments of batch norm."""
         gathers = [_alike("parameters", self.num_parts * n, self.num_parts, "host gather") for n in self.cut_bytes]
         return [*gathers, *self.batch_norms()]
 
     def batch_norms(self) -> list[Transfer]:
-        """Moments of each layer of batch norm."""
         size = self.num_parts * MOMENTS * COUNT_BYTES
         return [_alike("batch norm", size * width, self.num_parts, "gather") for width in self.dense.norm_widths]
 
     def backward_of_dense(self) -> list[Transfer]:
-        """The same backwards, and gradients of what is cut."""
-        found = [replace(own, name=GRADIENTS_OF[own.name]) for own in reversed(self.batch_norms())]
+        """List the backward transfers of batch norm and of sharded modules, whose parameters are gathered again."""
+        transfers = [replace(norm, name=GRADIENTS_OF[norm.name]) for norm in reversed(self.batch_norms())]
         for size in reversed(self.cut_bytes):
-            found += [
+            transfers += [
                 _alike("parameters", self.num_parts * size, self.num_parts, "host gather"),
                 _alike("gradients of parameters", self.num_parts * size, self.num_parts, "host scatter"),
             ]
             if self.num_ranks > self.per_host:
                 across = self.summed("step", self.num_parts * size * self.per_host, "dense")[-1]
-                found.append(Transfer("gradients of hosts", "dense", (across,), self.num_parts))
-        return found
+                transfers.append(Transfer("gradients of hosts", "dense", (across,), self.num_parts))
+        return transfers
 
     def summed(self, each: Each, num_bytes: float, direction: Direction, counts: float = 0.0) -> tuple[Part, ...]:
-        """The parts of a sum over ranks of so many bytes, of which the part `counts` is never encoded."""
+        """Return the parts of an all-reduce of `num_bytes` per unit. The share `counts` of them is never encoded."""
         codec, per_host = self.comm.codec(direction), self.per_host
         path = sum_path(*self.ways, codec)
         if path == "flat" or per_host == self.num_ranks:
@@ -445,7 +461,7 @@ class _Step:
         return (*near, Part(each, wire / per_host, across, codec=codec))
 
     def sums_of_dense(self) -> list[Transfer]:
-        """Gradients of what every rank has whole, each beside a count; the norm of those that are cut."""
+        """List the all-reduce of gradients of unsharded parameters with their counts, and of norms of sharded ones."""
         dense = self.dense
         cut = dense.number_bytes * sum(math.prod(shape) for shapes in dense.cut_shapes for shape in shapes)
         norms = dense.cut_shapes and dense.num_norms
@@ -460,12 +476,11 @@ class _Step:
 
     @property
     def num_parts(self) -> int:
-        """Micro-batches of a rank."""
         return self.dense.num_parts
 
     @property
     def num_batches(self) -> int:
-        """Groups of features that share a batch size."""
+        """Number of feature groups, each with its own batch size."""
         return len({feature.batch for feature in self.features})
 
     @property
@@ -489,7 +504,6 @@ class _Step:
 
     @property
     def num_stages(self) -> int:
-        """Exchanges of row statistics."""
         stages = {table.name: ROW_STATISTICS.get(table.optimizer.name, (0, 0))[0] for table in self.tables}
         if self.plan is not None:
             cut = {entry.table for entry in self.plan.tables if len({shard.columns for shard in entry.shards}) > 1}
@@ -498,7 +512,7 @@ class _Step:
 
     @property
     def cut_bytes(self) -> list[int]:
-        """Of each module that is cut: what a rank keeps, its parameters' first dimensions rounded up."""
+        """Bytes per rank of each sharded module. The first dimension of its parameters is padded for equal shards."""
         return [
             sum(-(-first // self.per_host) * math.prod(others) for first, *others in shapes) * self.dense.number_bytes
             for shapes in self.dense.cut_shapes
@@ -506,5 +520,4 @@ class _Step:
 
 
 def _alike(name: str, num_bytes: float, times: int, way: Way) -> Transfer:
-    """Of what every rank has alike, so many bytes in a step."""
     return Transfer(name, "dense", (Part("step", num_bytes, way),), times)

@@ -1,4 +1,4 @@
-"""What one training step asks of the machines: ids of every feature, and the dense part."""
+"""Workloads: the tables, features, id statistics and dense part of one training step."""
 
 from __future__ import annotations
 
@@ -18,64 +18,65 @@ from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, Tab
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """How often a row is looked up within a window of consecutive samples.
+    """Reuse histogram: distribution of the number of lookups per row within a window of consecutive samples.
 
-    Bin i holds the rows looked up more than edges[i] and at most edges[i + 1] times; the last bin has no upper edge.
+    Bin i contains the rows with more than edges[i] and at most edges[i + 1] lookups. The last bin is unbounded.
     """
 
     window_samples: int
-    """Samples of a window."""
     edges: tuple[int, ...]
-    """Lower edges of the bins: 0, 1, 2, 4, ..., 32768."""
+    """Exclusive lower bounds of the bins, in ascending order, such as 0, 1, 2, 4, ..., 32768."""
     rows: tuple[float, ...]
-    """Share of the distinct rows of a window, per bin."""
+    """Share of the distinct rows of a window in each bin."""
     lookups: tuple[float, ...]
-    """Share of the lookups, per bin."""
+    """Share of the lookups of a window in each bin."""
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
         if self.window_samples < 1:
             raise MesetaError(f"reuse: window_samples must be at least 1, got {self.window_samples}")
         if not self.edges or any(a >= b for a, b in pairwise(self.edges)) or self.edges[0] < 0:
-            raise MesetaError(f"reuse: edges must ascend from 0 or more, got {self.edges}")
+            raise MesetaError(f"reuse: edges must be non-negative and strictly increasing, got {self.edges}")
         for name, shares in (("rows", self.rows), ("lookups", self.lookups)):
             if len(shares) != len(self.edges):
-                raise MesetaError(f"reuse: {name} must hold a share for each of {len(self.edges)} edges, got {shares}")
+                raise MesetaError(
+                    f"reuse: {name} must have one share for each of {len(self.edges)} edges, got {shares}"
+                )
             if not all(0.0 <= share <= 1.0 for share in shares):
                 raise MesetaError(f"reuse: shares of {name} must be in 0..1, got {shares}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureLoad:
-    """What is known of the ids of one feature."""
+    """Statistics of the ids of one feature."""
 
     pooling_factor: float = 1.0
-    """Mean ids per sample."""
+    """Mean number of ids per sample."""
     reuse: Reuse | None = None
-    """How soon rows come again; None: every row of the table is as likely as any other."""
+    """Reuse histogram. `None` means that all rows of the table are equally likely."""
     is_sorted: bool = False
-    """Whether the most frequent rows come first, as those of a vocabulary do; else they lie anywhere."""
+    """Whether rows are sorted by decreasing frequency, as in a vocabulary."""
 
     def __post_init__(self) -> None:
         if check_number("feature load", "pooling_factor", self.pooling_factor) < 0:
-            raise MesetaError(f"pooling_factor must be finite and not negative, got {self.pooling_factor}")
+            raise MesetaError(f"pooling_factor must not be negative, got {self.pooling_factor}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseLoad:
-    """The dense part of a model."""
+    """Compute and memory requirements of the dense part of a model."""
 
     flops_per_sample: float = 0.0
-    """Floating-point operations of one sample, forwards and backwards."""
+    """Floating-point operations per sample in the forward and backward pass."""
     parameter_bytes: int = 0
-    """Parameters; their gradients, which are added over ranks, take as much."""
+    """Size of the parameters, and of the gradients that are all-reduced."""
     activation_bytes_per_sample: int = 0
-    """What the forward pass keeps for the backward pass."""
+    """Size of the activations that are saved for the backward pass."""
     dtype: DenseDtype = "float32"
-    """Type that matrix products compute in."""
+    """Compute type of matrix products."""
     before_flops_per_sample: float = 0.0
-    """Of `flops_per_sample`, those of layers that read dense inputs alone: what `before` of a model computes, and its
-    way back."""
+    """Part of `flops_per_sample` in layers that read only dense features: the forward and backward pass of a model's
+    `before`."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.before_flops_per_sample <= self.flops_per_sample:
@@ -87,62 +88,58 @@ class DenseLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseExchange:
-    """What ranks exchange for the dense part, beside the sums of its gradients. A run knows it; no document says it."""
+    """Data that ranks exchange for the dense part, in addition to its gradients. Set by a run, not by workload
+    files."""
 
     num_tensors: int = 0
-    """Parameters, of each of which it is counted on how many ranks it has a gradient."""
+    """Number of parameter tensors. For each of them, ranks count how many ranks have a gradient."""
     number_bytes: int = 4
-    """Of one number of a parameter."""
+    """Bytes per parameter element."""
     num_filling: int = 0
-    """Numbers that fill parameters up to multiples of 16, where a codec writes their gradients."""
+    """Number of padding elements if a codec encodes gradients, which are padded to multiples of 16."""
     norm_widths: tuple[int, ...] = ()
-    """Columns of each batch norm."""
+    """Number of columns of each batch norm."""
     cut_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """Shapes of the parameters of each module that is cut over the ranks of a host."""
+    """Parameter shapes of each module that is sharded over the ranks of a host."""
     num_norms: int = 0
-    """Norms of what is cut that are taken in a step."""
+    """Number of gradient norms of sharded parameters that are computed per step."""
     num_flags: int = 0
-    """Numbers that the run has ranks agree on in a step, beside the loss."""
+    """Number of values that ranks agree on per step, in addition to the loss."""
     logit_bytes: int = 0
-    """Of a sample, which all ranks are told of for a loss of the global batch; 0 where there is none."""
+    """Bytes per sample that all ranks gather if the loss needs the logits of the global batch, otherwise 0."""
     num_masked_tasks: int = 0
-    """Tasks, if samples may lack labels: ranks add up the weights of the known ones; else 0."""
+    """Number of tasks if labels may be missing, otherwise 0. Ranks then sum the weights of the labels that exist."""
     num_parts: int = 1
-    """Micro-batches that each rank takes its slice in."""
+    """Number of micro-batches per rank and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model's tables and features under one batch size, with what is known of their ids."""
+    """Tables, features and dense part of a model, with the batch size and id statistics of its training steps."""
 
     tables: tuple[TableSpec, ...]
-    """All tables of the model."""
     features: tuple[FeatureSpec, ...]
-    """All features that read them."""
     batch_size: int
-    """Samples of a step, over all ranks."""
+    """Global batch size."""
     loads: Mapping[str, FeatureLoad] = field(default_factory=dict)
-    """By feature; one id per sample, any row as likely as any other, where none is given."""
+    """Id statistics by feature. The default is one id per sample with all rows equally likely."""
     dense: DenseLoad = field(default_factory=DenseLoad)
-    """Nothing where not given."""
     dense_exchange: DenseExchange = field(default_factory=DenseExchange)
-    """What its layers exchange."""
     comm: Communication = field(default_factory=Communication)
-    """How ranks write and route it. A run's config says it; no workload's document does."""
+    """Codecs and exchange algorithms. Set by the config of a run, not by workload files."""
     overlap: tuple[Overlap, ...] = ()
-    """What travels while ranks compute, in the order of OVERLAPS."""
+    """Transfers that overlap with computation, in the order of `OVERLAPS`."""
 
     def __post_init__(self) -> None:
         check_features(self.tables, self.features)
         if self.batch_size < 1:
             raise MesetaError(f"workload: batch_size must be at least 1, got {self.batch_size}")
-        known = {feature.name for feature in self.features}
+        names = {feature.name for feature in self.features}
         for name in self.loads:
-            if name not in known:
-                raise MesetaError(f"workload: a load is given for the unknown feature {name!r}; {nearest(name, known)}")
+            if name not in names:
+                raise MesetaError(f"workload: loads has the unknown feature {name!r}; {nearest(name, names)}")
 
     def load(self, feature: FeatureSpec) -> FeatureLoad:
-        """Of one feature."""
         return self.loads.get(feature.name, FeatureLoad())
 
 
@@ -152,7 +149,7 @@ MAX_COPIES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """What a workload says of a table, or of some that are alike."""
+    """Table entry of a workload document. With `copies`, it describes several identical tables."""
 
     num_embeddings: int
     embedding_dim: int
@@ -163,18 +160,18 @@ class _Table:
 
     def __post_init__(self) -> None:
         if self.copies is not None and not 0 < self.copies <= MAX_COPIES:
-            raise MesetaError(f"copies must be a whole number from 1 to {MAX_COPIES:,}, got {self.copies!r}")
+            raise MesetaError(f"copies must be an integer in 1..{MAX_COPIES:,}, got {self.copies!r}")
 
     def specs(self, name: str) -> list[TableSpec]:
-        """The tables."""
+        """Return the tables. If there are copies, their names are `name`_0, `name`_1 and so on."""
         names = [name] if self.copies is None else [f"{name}_{i}" for i in range(self.copies)]
         common = {key: getattr(self, key) for key in ("num_embeddings", "embedding_dim", "dtype", "optimizer")}
-        return [TableSpec(name=one, **common) for one in names]
+        return [TableSpec(name=table_name, **common) for table_name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Feature:
-    """What it says of a feature."""
+    """Feature entry of a workload document."""
 
     table: str
     pooling: Pooling = "sum"
@@ -184,18 +181,16 @@ class _Feature:
     is_sorted: bool = False
 
     def spec(self, name: str) -> FeatureSpec:
-        """The feature."""
         return FeatureSpec(name=name, table=self.table, pooling=self.pooling, weighted=self.weighted)
 
     @property
     def load(self) -> FeatureLoad:
-        """Its ids."""
         return FeatureLoad(pooling_factor=self.pooling_factor, reuse=self.reuse, is_sorted=self.is_sorted)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """The file."""
+    """Workload document without its format."""
 
     batch_size: int
     tables: Mapping[str, _Table]
@@ -205,37 +200,43 @@ class _Document:
 
 
 def is_workload(document: Mapping[Any, Any]) -> bool:
-    """Whether a file describes a workload, and not a run."""
+    """Whether a document describes a workload, and not the config of a run."""
     return document.get("format") == FORMAT or "tables" in document
 
 
 def read_workload(document: Mapping[Any, Any]) -> Workload:
-    """A workload from plain data:
+    """Parse a workload from plain data.
+
+    A minimal workload has a batch size and tables:
 
         {"batch_size": 65536, "tables": {"user": {"num_embeddings": 1000000, "embedding_dim": 64}}}
 
-    A table may have a `dtype`, an `optimizer` (a name, or the fields of OptimizerSpec) and `copies`, tables name_0,
-    name_1 and so on. `features` reads `{name: {table: ..., pooling_factor: ...}}`; a table that none reads gets one of
-    its own name with the `pooling_factor` of the table, 1 where it has none. `dense` has the fields of DenseLoad;
-    `overlap` names what travels while ranks compute.
-    Raises MesetaError for an unknown or missing key, and a value that breaks its rule.
+    Optional keys of a table are `dtype`, `optimizer` (a name, or the fields of `OptimizerSpec`), `pooling_factor` and
+    `copies`, which creates the tables name_0, name_1 and so on. Optional keys of the workload are:
+
+        features: {name: {table: ..., pooling_factor: ...}}. A table without a feature gets one with its name and its
+            `pooling_factor`.
+        dense: Fields of `DenseLoad`.
+        overlap: Transfers that overlap with computation.
+
+    Raises MesetaError if a key is unknown or missing, or a value is invalid.
     """
     document = without_format("workload", document, FORMAT)
-    for one in _entries(document, "tables"):
-        if isinstance(one.get("optimizer"), str):
-            one["optimizer"] = {"name": one["optimizer"]}
-    for name, one in zip(document.get("features") or (), _entries(document, "features"), strict=True):
-        one.setdefault("table", str(name))
-        _check_reuse(f"workload: features.{name}", one.get("reuse"))
-    written = read_record("workload", _Document, document)
+    for entry in _entries(document, "tables"):
+        if isinstance(entry.get("optimizer"), str):
+            entry["optimizer"] = {"name": entry["optimizer"]}
+    for name, entry in zip(document.get("features") or (), _entries(document, "features"), strict=True):
+        entry.setdefault("table", str(name))
+        _check_reuse(f"workload: features.{name}", entry.get("reuse"))
+    parsed = read_record("workload", _Document, document)
     tables: list[TableSpec] = []
     factors: dict[str, float] = {}
-    for name, tables_alike in written.tables.items():
-        for table in tables_alike.specs(name):
+    for name, copies in parsed.tables.items():
+        for table in copies.specs(name):
             tables.append(table)
-            factors[table.name] = tables_alike.pooling_factor
-    features = [feature.spec(name) for name, feature in written.features.items()]
-    loads = {name: feature.load for name, feature in written.features.items()}
+            factors[table.name] = copies.pooling_factor
+    features = [feature.spec(name) for name, feature in parsed.features.items()]
+    loads = {name: feature.load for name, feature in parsed.features.items()}
     read = {spec.table for spec in features}
     for table in tables:
         if table.name not in read:
@@ -244,20 +245,23 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
     return Workload(
         tables=tuple(tables),
         features=tuple(features),
-        batch_size=written.batch_size,
+        batch_size=parsed.batch_size,
         loads=loads,
-        dense=written.dense,
-        overlap=tuple(name for name in OVERLAPS if name in written.overlap),
+        dense=parsed.dense,
+        overlap=tuple(name for name in OVERLAPS if name in parsed.overlap),
     )
 
 
 def load_workload(path: str | Path) -> Workload:
-    """Read a YAML or JSON file; raises MesetaError as `read_workload` does, naming the file."""
+    """Load a workload from a YAML or JSON file. Raises MesetaError if it cannot be read or is invalid."""
     return load_document("workload", path, read_workload)
 
 
 def _entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
-    """The entries of a part of the document, copied, to be completed; of none where it has another form."""
+    """Replace the entries of a mapping in `document` by copies that the caller may modify, and return the copies.
+
+    Entries that are not mappings are left for `read_record` to reject.
+    """
     part = document.get(key)
     if not isinstance(part, Mapping):
         return []
@@ -266,6 +270,6 @@ def _entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
 
 
 def _check_reuse(where: str, reuse: Any) -> None:
-    known = [entry.name for entry in fields(Reuse)]
-    if isinstance(reuse, Mapping) and set(known) - set(reuse):
-        raise MesetaError(f"{where}: reuse must have {', '.join(known)}")
+    keys = [entry.name for entry in fields(Reuse)]
+    if isinstance(reuse, Mapping) and set(keys) - set(reuse):
+        raise MesetaError(f"{where}: reuse must have the keys {', '.join(keys)}")

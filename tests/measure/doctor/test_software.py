@@ -206,7 +206,7 @@ def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize(
     ("chosen", "text"),
     [
-        ("fast", "MesetaError: MESETA_ISA='fast' is unknown; known are avx2, avx512, baseline"),
+        ("fast", "MesetaError: MESETA_ISA='fast' is unknown; available: avx2, avx512, baseline"),
         ("avx512", "MesetaError: MESETA_ISA='avx512': this processor runs 'avx2' at most; unset MESETA_ISA"),
     ],
 )

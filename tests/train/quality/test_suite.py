@@ -83,7 +83,7 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
         ({"configs": {"a": {}}}, "configs"),
         ({"config": {}}, "unknown key 'config'; did you mean 'configs'?"),
         ({"base": None}, "config 'a' has no 'base'"),
-        ({"reference": "c"}, "reference 'c' is no config; known are a, b"),
+        ({"reference": "c"}, "reference 'c' is no config; available: a, b"),
         ({"tune": None}, "config 'a' has nothing to tune, but every config gets 4 trials"),
         ({"trials": 0}, "config 'a' has keys to tune, but trials is 0"),
         ({"tune": {"dense.optimizer.lr": [0.1, 0.2]}}, "config 'a': 'tune' has 2 combinations for 4 trials"),
