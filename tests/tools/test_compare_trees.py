@@ -485,3 +485,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert (code, lines[0]) == (1, "m.py:1 -> 1: constant changed: 1 | 2")
     assert run("a", "d", "--renames", "t.csv")[0] == 0
     assert run("a", "no such commit")[0] == 2
+
+
+def test_a_name_that_becomes_its_alias_needs_none() -> None:
+    table = RenameTable([Rename("function", "b.py", "f", "g")])
+    before = {"src/meseta/a.py": "from meseta.b import f as g\ng()\n", "src/meseta/b.py": "def f(): pass\n"}
+    after = {"src/meseta/a.py": "from meseta.b import g\ng()\n", "src/meseta/b.py": "def g(): pass\n"}
+    assert reasons(compare(before, after, table)) == []
+    assert reasons(compare(before, after)) != []
+
+
+def test_the_order_of_slots_may_change() -> None:
+    before = {"m.py": "class A:\n    __slots__ = ('_place', '_record')\n"}
+    after = {"m.py": "class A:\n    __slots__ = ('_record', '_sequence')\n"}
+    assert reasons(compare(before, after, RenameTable([Rename("attribute", "m.py", "A._place", "_sequence")]))) == []
+    assert reasons(compare(before, after)) != []
