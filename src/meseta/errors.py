@@ -70,7 +70,7 @@ class UnknownColumnError(MesetaError):
 
     def __init__(self, where: str, column: str, known: Iterable[str]) -> None:
         """The text is "`where` has no column 'column'" and the nearest of the `known` columns, or all of them."""
-        super().__init__(f"{where} has no column {column!r}", remedy=nearest(column, [name for name in known if name]))
+        super().__init__(f"{where} has no column {column!r}", remedy=suggest(column, [name for name in known if name]))
         self.column = column
         """Name as the user gave it, which may be a pattern."""
 
@@ -83,7 +83,7 @@ def reading_error(error: Exception, reason: str, remedy: str | None = None) -> M
     return (StorageError if is_of_storage else MesetaError)(reason, remedy=remedy)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value of a stranger's in a message: escaped, and no longer than a line."""
     try:
         text = repr(value)
@@ -92,7 +92,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def one_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """What an error of a library says, in one line; its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -101,7 +101,7 @@ ERROR_PREFIX = "error: "
 """Prefix of the line on standard error with which a command fails."""
 
 
-def nearest(name: object, known: Iterable[object]) -> str:
+def suggest(name: object, known: Iterable[object]) -> str:
     """A closing clause for an unknown name: the nearest valid one, or the whole list when none is near.
 
     Names read from YAML may be numbers, and known names may be members of an enum: both are compared as text.
@@ -117,7 +117,7 @@ T = TypeVar("T")
 def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
     """Raise MesetaError unless `value` is one of `known`."""
     if value not in known:
-        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {suggest(value, known)}")
 
 
 def check_number(owner: str, name: str, value: object) -> float:
@@ -126,20 +126,20 @@ def check_number(owner: str, name: str, value: object) -> float:
         with suppress(OverflowError):  # of whole numbers
             if math.isfinite(number := float(value)):
                 return number
-    raise MesetaError(f"{owner}: {name} must be a finite number, got {shown(value)}")
+    raise MesetaError(f"{owner}: {name} must be a finite number, got {format_value(value)}")
 
 
-def doubled(names: Iterable[T]) -> list[T]:
+def duplicates(names: Iterable[T]) -> list[T]:
     """Names that come more than once, each once; in time that grows with the names, of which there may be thousands."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def is_whole(value: object) -> bool:
+def is_int(value: object) -> bool:
     """Whether it is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-MAX_WHOLE = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 """Largest whole number in what people write: what 64 bits hold."""
 
 
@@ -147,4 +147,4 @@ def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) 
     """Raise MesetaError for a key of a document that is not one of `known`."""
     for key in document:
         if key not in known:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+            raise MesetaError(f"{where}: unknown key {key!r}; {suggest(key, known)}")

@@ -22,14 +22,15 @@ from meseta.errors import MesetaError, check_choice
 from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-Exchange = Literal["flat", "two_level"]
+ExchangeAlgorithm = Literal["flat", "two_level"]
 """Which way ids, rows and their gradients take between hosts: straight to each rank; or inside a host to the rank with
 the place of the one that asked, and across between ranks of one place alone, see `meseta.embedding.routes`."""
-DensePath = Literal["twins", "chain"]
+CrossHostAlgorithm = Literal["twins", "chain"]
 """How sums over hosts go where they go by host: between all ranks of one place, or along a chain of hosts."""
-SumPath = Literal["flat", "twins", "chain"]
+AllReduceAlgorithm = Literal["flat", "twins", "chain"]
 """Which way sums over ranks take: straight between all; or by host, and there as DensePath says."""
-Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "host sum",
+CollectiveKind = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter",
+                         "host sum",
               "hosts sum", "hosts chain"]  # fmt: skip
 """Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
 the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
@@ -43,35 +44,35 @@ class Codec:
 
     name: CodecName
     """As configs have it."""
-    number_bytes: int
+    element_bytes: int
     """Of a number on the wire."""
-    block_bytes: int = 0
+    scale_bytes: int = 0
     """Of the scale of a block of COLUMN_BLOCK numbers; 0: it has none."""
-    largest: float = 0.0
+    max_scaled_value: float = 0.0
     """What a scale maps the largest number of its block to, at most; 0: no scale."""
 
     @property
-    def half_unit(self) -> float:
+    def relative_rounding_error(self) -> float:
         """Of the largest number of a block, what rounding one of them to the nearest changes at most."""
         return {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": (1 + 2.0**-7) / 254}.get(self.name, 0.0)
 
     @property
-    def is_whole(self) -> bool:
+    def is_lossless(self) -> bool:
         """Whether numbers travel as they were computed."""
         return self.name == "fp32"
 
     @property
-    def each_bytes(self) -> float:
+    def mean_element_bytes(self) -> float:
         """Of a number in a whole block."""
-        return self.number_bytes + self.block_bytes / COLUMN_BLOCK
+        return self.element_bytes + self.scale_bytes / COLUMN_BLOCK
 
     def row_bytes(self, pieces: tuple[int, ...]) -> int:
         """Of a row whose columns are those of several pieces side by side, each in blocks from its first column: the
         numbers, an empty byte where the scales would begin at an odd one, the scales."""
-        numbers = sum(pieces) * self.number_bytes
-        if not self.block_bytes:
+        numbers = sum(pieces) * self.element_bytes
+        if not self.scale_bytes:
             return numbers
-        return numbers + numbers % 2 + self.block_bytes * num_blocks(pieces)
+        return numbers + numbers % 2 + self.scale_bytes * num_blocks(pieces)
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +92,7 @@ Precision = Literal["fp32", "paper", "fp16", "bf16", "fp8", "int8"]
 Direction = Literal["forward", "backward", "dense"]
 """What a codec is chosen for: answers; their gradients and those of replicas; sums of dense gradients."""
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-PAPER: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
+PAPER_CODECS: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
 """Precision 'paper' (arXiv 2104.05158, section 5.3.2)."""
 
 
@@ -118,9 +119,11 @@ class Communication:
         for direction in DIRECTIONS:
             if getattr(self, direction) is not None:
                 check_choice("comm", direction, getattr(self, direction), get_args(CodecName))
-        check_choice("comm", "exchange", self.exchange, ("auto", *get_args(Exchange)))
-        check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(DensePath)))
-        if self.dense_exchange == "chain" and not (self.codec("dense").is_whole and self.codec("backward").is_whole):
+        check_choice("comm", "exchange", self.exchange, ("auto", *get_args(ExchangeAlgorithm)))
+        check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(CrossHostAlgorithm)))
+        if self.dense_exchange == "chain" and not (
+            self.codec("dense").is_lossless and self.codec("backward").is_lossless
+        ):
             raise MesetaError(
                 "comm: dense_exchange 'chain' would round sums at each host that they pass; take 'twins', or leave "
                 "backward and dense at 'fp32'"
@@ -130,36 +133,38 @@ class Communication:
         """That of one direction."""
         name: CodecName | None = getattr(self, direction)
         if name is None and self.precision == "paper":
-            name = PAPER[direction]
+            name = PAPER_CODECS[direction]
         return CODECS[name or self.precision]  # type: ignore[index]
 
     @property
-    def is_exact(self) -> bool:
+    def is_lossless(self) -> bool:
         """Whether all numbers travel as they were computed."""
-        return all(self.codec(direction).is_whole for direction in DIRECTIONS)
+        return all(self.codec(direction).is_lossless for direction in DIRECTIONS)
 
     def check_dtype(self, dtype: str) -> None:
         """Raise MesetaError for codecs beside tables of float64, which are there to verify."""
-        if dtype == "float64" and not self.is_exact:
+        if dtype == "float64" and not self.is_lossless:
             raise MesetaError(
                 "comm: tables of float64 travel as they are; leave precision at 'fp32', or take tables of float32"
             )
 
 
-def sum_path(exchange: Exchange | None, dense_exchange: DensePath | None, codec: Codec) -> SumPath:
+def all_reduce_algorithm(
+    exchange: ExchangeAlgorithm | None, dense_exchange: CrossHostAlgorithm | None, codec: Codec
+) -> AllReduceAlgorithm:
     """Which way sums over ranks take between hosts: with a codec they go by host, and it writes what crosses."""
-    if not codec.is_whole:
+    if not codec.is_lossless:
         return "twins"
     if exchange == "flat":
         return "flat"
     return "chain" if exchange == "two_level" and dense_exchange == "chain" else "twins"
 
 
-CHAIN_PIECES = 8
+NUM_CHAIN_CHUNKS = 8
 """Pieces that follow each other along a chain of hosts, as `meseta.comm.sums` cuts them."""
 
 
-def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+def traffic_factors(way: CollectiveKind, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
     """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
 
     A sum over n ranks has two halves, in each of which (n - 1) / n of the bytes leave each rank: pieces go to their
@@ -180,10 +185,12 @@ def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = Non
     }[way]
 
 
-def sum_shares(path: SumPath, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+def all_reduce_traffic_factors(
+    path: AllReduceAlgorithm, num_ranks: int, per_host: int, host: int | None = None
+) -> tuple[float, float]:
     """The same of a sum over all ranks by its path: (of a byte as it was computed, of one as it crosses hosts)."""
     if path == "flat" or per_host == num_ranks:
-        return alike_shares("sum", num_ranks, per_host)
-    near, _ = alike_shares("host sum", num_ranks, per_host)
-    _, far = alike_shares("hosts chain" if path == "chain" else "hosts sum", num_ranks, per_host, host)
+        return traffic_factors("sum", num_ranks, per_host)
+    near, _ = traffic_factors("host sum", num_ranks, per_host)
+    _, far = traffic_factors("hosts chain" if path == "chain" else "hosts sum", num_ranks, per_host, host)
     return near, far / per_host

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from meseta.errors import MesetaError, check_keys, nearest
-from meseta.spec.documents import load_document, read_record, without_format
+from meseta.errors import MesetaError, check_keys, suggest
+from meseta.spec.documents import load_document, parse_dataclass, strip_format
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
 from meseta.spec.tiers import MEMORIES, Tier
@@ -40,7 +40,7 @@ class TableRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class PinnedPlacement:
     """A part of an earlier plan that stays where it is."""
 
     plan: str
@@ -65,7 +65,7 @@ class Constraints:
     """By memory: bytes that stay free, on each device (hbm) or host (host, disk)."""
     max_tables_per_rank: int | None = None
     """Tables that a rank may hold pieces of, replicas included; None: any number."""
-    keep: Keep | None = None
+    keep: PinnedPlacement | None = None
     """What stays of an earlier plan; None: nothing."""
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class Constraints:
                     raise MesetaError(f"constraints: {kind}, group {number} must be a list that is not empty")
         check_keys("constraints: keep_free_bytes", self.keep_free_bytes, MEMORIES)
         for tier, free in self.keep_free_bytes.items():
-            _at_least(f"keep_free_bytes.{tier}", free, 0)
+            _check_min(f"keep_free_bytes.{tier}", free, 0)
         if self.max_tables_per_rank is not None:
-            _at_least("max_tables_per_rank", self.max_tables_per_rank, 1)
+            _check_min("max_tables_per_rank", self.max_tables_per_rank, 1)
 
     def rule(self, table: str) -> TableRule:
         """What holds for one table."""
@@ -90,7 +90,7 @@ class Constraints:
             found |= {entry.name: value for entry in fields(rule) if (value := getattr(rule, entry.name)) is not None}
         return TableRule(**found)
 
-    def group(self, names: Sequence[str], tables: Sequence[TableSpec]) -> list[str]:
+    def match_tables(self, names: Sequence[str], tables: Sequence[TableSpec]) -> list[str]:
         """Tables that the names and patterns of a group mean, in the order of `tables`."""
         return [table.name for table in tables if any(fnmatchcase(table.name, name) for name in names)]
 
@@ -104,7 +104,7 @@ class Constraints:
             named += [("keep.tables", name) for name in self.keep.tables]
         for where, name in named:
             if not any(fnmatchcase(table, name) for table in known):
-                raise MesetaError(f"constraints: {where} names {name!r}, which no table has; {nearest(name, known)}")
+                raise MesetaError(f"constraints: {where} names {name!r}, which no table has; {suggest(name, known)}")
         for table in tables:
             self._check_rule(table, topology)
         self._check_groups(tables, topology)
@@ -147,7 +147,7 @@ class Constraints:
     def _check_groups(self, tables: Sequence[TableSpec], topology: Topology) -> None:
         bound: dict[str, int] = {}
         for number, names in enumerate(self.together):
-            group = self.group(names, tables)
+            group = self.match_tables(names, tables)
             for name in group:
                 if name in bound:
                     raise MesetaError(f"constraints: table {name!r} is in two groups of together; make one of them")
@@ -156,7 +156,7 @@ class Constraints:
             if allowed and not set.intersection(*allowed):
                 raise MesetaError(f"constraints: {', '.join(map(repr, group))} are together, but pinned to other ranks")
         for names in self.apart:
-            group = self.group(names, tables)
+            group = self.match_tables(names, tables)
             for one in group:
                 for other in group:
                     if one < other and one in bound and bound[one] == bound.get(other):
@@ -174,12 +174,12 @@ class Constraints:
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Constraints:
         """Read constraints. Raises MesetaError for an unknown key or a value that breaks its rule."""
-        document = without_format("constraints", document, _FORMAT)
+        document = strip_format("constraints", document, _FORMAT)
         if isinstance(document.get("keep"), str):
             document["keep"] = {"plan": document["keep"]}
         if isinstance(document.get("tables"), Mapping):
-            document["tables"] = {name: _lists(rule) for name, rule in document["tables"].items()}
-        return read_record("constraints", Constraints, document)
+            document["tables"] = {name: _wrap_scalars(rule) for name, rule in document["tables"].items()}
+        return parse_dataclass("constraints", Constraints, document)
 
     @staticmethod
     def load(path: str | Path) -> Constraints:
@@ -187,12 +187,12 @@ class Constraints:
         return load_document("constraints", path, Constraints.from_dict)
 
 
-def _at_least(name: str, number: int, least: int) -> None:
+def _check_min(name: str, number: int, least: int) -> None:
     if number < least:
         raise MesetaError(f"constraints: {name} must be a whole number, at least {least}, got {number}")
 
 
-def _lists(rule: Any) -> Any:
+def _wrap_scalars(rule: Any) -> Any:
     """A rule with a list where people give its only entry."""
     if not isinstance(rule, Mapping):
         return rule

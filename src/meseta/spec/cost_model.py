@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, check_number
-from meseta.spec.documents import load_document, read_record, without_format, write_yaml
+from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
-from meseta.spec.tiers import CACHED_SHARE
+from meseta.spec.tiers import DEFAULT_CACHE_SHARE
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
-DRAWN = ", drawn"
+STOCHASTIC_SUFFIX = ", drawn"
 """Behind the name of a codec: it rounds to one of both neighbours, by a draw."""
-_LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
+_DEFAULT_LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class UpdateCost:
     walk_s: float = 0.0
     """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
     number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number of a distinct row, in vectors of 16, by row optimizer; see `number_seconds`."""
+    """Of a number of a distinct row, in vectors of 16, by row optimizer; see `element_seconds`."""
     half_number_s: float = 0.0
     """Of a number that is rounded to 16 bits, in vectors of 16, on top."""
     staged_shard_s: float = 0.0
@@ -95,13 +95,13 @@ class UpdateCost:
     source: str = ""
     """Where the constants are from."""
 
-    def number_seconds(self, optimizer: str) -> float:
+    def element_seconds(self, optimizer: str) -> float:
         """Of a number of a distinct row; an optimizer that `number_s` lacks costs as the costliest one in it."""
         return self.number_s.get(optimizer, max(self.number_s.values(), default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCost:
+class HardwareCacheCost:
     """The cache that rows stay in between steps."""
 
     cache_bytes: float = 0.0
@@ -136,13 +136,13 @@ class ExchangeCost:
     """Of a byte that is packed before it is sent, or put in place after it came, in seconds."""
     bucket_id_s: float = 0.0
     """Of an id that is sorted by the row range that it falls into, in seconds."""
-    inside_all_to_all: Link = _LINK
+    inside_all_to_all: Link = _DEFAULT_LINK
     """Between the devices of a host."""
-    inside_all_reduce: Link = _LINK
+    inside_all_reduce: Link = _DEFAULT_LINK
     """The same of sums; one of n bytes sends 2 (R - 1) / R n bytes from each of R ranks."""
-    across_all_to_all: Link = _LINK
+    across_all_to_all: Link = _DEFAULT_LINK
     """Between hosts."""
-    across_all_reduce: Link = _LINK
+    across_all_reduce: Link = _DEFAULT_LINK
     """The same of sums."""
     encode_number_s: Mapping[str, float] = field(default_factory=dict)
     """Of a number that a codec writes, by its name, in seconds, beside those of copying its bytes; of one whose
@@ -154,11 +154,11 @@ class ExchangeCost:
     source: str = ""
     """Where the constants are from."""
 
-    def codec_seconds(self, codec: str, *, is_drawn: bool = False) -> tuple[float, float]:
+    def codec_seconds(self, codec: str, *, stochastic: bool = False) -> tuple[float, float]:
         """(writing a number, reading it). Roundings of gradients are drawn, where a codec draws any."""
         write_s = self.encode_number_s.get(codec, 0.0)
-        if is_drawn:
-            write_s = self.encode_number_s.get(codec + DRAWN, write_s)
+        if stochastic:
+            write_s = self.encode_number_s.get(codec + STOCHASTIC_SUFFIX, write_s)
         return write_s, self.decode_number_s.get(codec, 0.0)
 
 
@@ -189,7 +189,7 @@ class TierCost:
     disk_processor_s: float = 2e-6
     """Of a row that is read from a disk, put near, and pushed out again, what its rank loses beside the disk, in
     seconds."""
-    cached_share: float = CACHED_SHARE
+    cached_share: float = DEFAULT_CACHE_SHARE
     """Share of its rows that a table in 'cached' or on 'disk' has near, where nothing else is said."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
@@ -209,7 +209,7 @@ class CostModel:
     """Reading and pooling rows."""
     update: UpdateCost = UpdateCost()
     """Sorting, adding gradients, stepping rows."""
-    cache: CacheCost = CacheCost()
+    cache: HardwareCacheCost = HardwareCacheCost()
     """Rows that need not come from memory."""
     dense: DenseCost = DenseCost()
     """Matrix products."""
@@ -242,15 +242,15 @@ class CostModel:
     def from_dict(document: Mapping[Any, Any]) -> CostModel:
         """Read a cost model. Raises MesetaError for an unknown or missing key, a value that breaks its rule, or another
         format."""
-        document = without_format("cost model", document, _FORMAT, required=True)
+        document = strip_format("cost model", document, _FORMAT, required=True)
         for key in ("device", "num_threads", *_GROUPS):
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
         groups: dict[str, Any] = {
-            name: read_record("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
+            name: parse_dataclass("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
         }
         neural = document.pop("neural", None)
-        plain = read_record("cost model", CostModel, document)
+        plain = parse_dataclass("cost model", CostModel, document)
         return replace(plain, neural=None if neural is None else NeuralCost.from_dict(neural), **groups)
 
     @staticmethod
@@ -266,7 +266,7 @@ class CostModel:
 _GROUPS: dict[str, type] = {
     "lookup": LookupCost,
     "update": UpdateCost,
-    "cache": CacheCost,
+    "cache": HardwareCacheCost,
     "dense": DenseCost,
     "exchange": ExchangeCost,
     "tiers": TierCost,

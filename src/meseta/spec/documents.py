@@ -11,8 +11,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MAX_WHOLE, MesetaError, StorageError, check_choice, check_keys, is_whole, shown
-from meseta.machine.files import escaped, is_read_failure, parse_json, read_bounded, write_whole
+from meseta.errors import MAX_INT64, MesetaError, StorageError, check_choice, check_keys, format_value, is_int
+from meseta.machine.files import escape, is_read_failure, parse_json, read_bounded, write_atomic
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     there, is no regular file, is not UTF-8 or not YAML, gives a key twice, or holds something else than a mapping.
     """
     try:
-        document = _parse(read_bounded(path))
+        document = _parse_document(read_bounded(path))
     except MesetaError:
         raise
     except OSError as error:
@@ -39,7 +39,7 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     return document
 
 
-def _parse(content: bytes) -> Any:
+def _parse_document(content: bytes) -> Any:
     """JSON as such, which is read faster than as YAML; all else as YAML, which tells what is wrong with it."""
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
@@ -55,17 +55,17 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
-        raise MesetaError(escaped(f"{kind} file {str(path)!r}: {error}")) from None
+        raise MesetaError(escape(f"{kind} file {str(path)!r}: {error}")) from None
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
     """Write plain data, keys in their order, whole or not at all. Raises MesetaError where it cannot be written."""
     import yaml
 
-    write_whole(path, yaml.safe_dump(document, sort_keys=False))
+    write_atomic(path, yaml.safe_dump(document, sort_keys=False))
 
 
-def without_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
+def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
     """A document without the key 'format'. Raises MesetaError where that is another than `name`; where it is not there,
     which older files of people do not have, if it is `required`."""
     found = dict(document)
@@ -74,7 +74,7 @@ def without_format(owner: str, document: Mapping[Any, Any], name: str, *, requir
     return found
 
 
-def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
+def parse_dataclass(owner: str, form: type[T], document: Any, path: str = "") -> T:
     """An object of the dataclass `form` from plain data, by the types of its fields; `path` is its place in these.
 
     Whole numbers may be written with a power of ten, lists stand for tuples, and what is null has its default. Raises
@@ -89,7 +89,7 @@ def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
     values = {}
     for name, entry in known.items():
         if document.get(name) is not None:
-            values[name] = _read(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
+            values[name] = _parse_value(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
         elif _is_required(entry):
             raise MesetaError(f"{where}: key {name!r} is missing")
     try:
@@ -102,27 +102,29 @@ def _is_required(entry: Field[Any]) -> bool:
     return entry.default is MISSING and entry.default_factory is MISSING
 
 
-def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
+def _parse_value(owner: str, path: str, kind: Any, value: Any) -> Any:
     """A value of a type: a dataclass, a choice, a number, text, or lists, mappings and options of these."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         [kind] = [one for one in inner if one is not type(None)]
-        return _read(owner, path, kind, value)
+        return _parse_value(owner, path, kind, value)
     if is_dataclass(kind):
-        return read_record(owner, kind, value, path)  # type: ignore[arg-type]
+        return parse_dataclass(owner, kind, value, path)  # type: ignore[arg-type]
     if origin is tuple:
         if not isinstance(value, list | tuple):
             noun = "a list of whole numbers" if inner[0] is int else "a list"
             raise MesetaError(f"{owner}: {path} must be {noun}, got {value!r}")
         numbered = get_origin(inner[0]) is tuple  # of other entries the value tells which it is
         paths = (f"{path}[{i}]" if numbered else path for i in range(len(value)))
-        return tuple(_read(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
+        return tuple(_parse_value(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise MesetaError(f"{owner}: {path} must be a mapping, got {value!r}")
         key_kind, value_kind = inner
         return {
-            _read(owner, f"a key of {path}", key_kind, key): _read(owner, f"{path}.{key}", value_kind, entry)
+            _parse_value(owner, f"a key of {path}", key_kind, key): _parse_value(
+                owner, f"{path}.{key}", value_kind, entry
+            )
             for key, entry in value.items()
         }
     if origin is Literal:
@@ -131,36 +133,41 @@ def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         check_choice(owner, path, value, [str(entry) for entry in kind])
         return kind(value)
-    return _SCALARS[kind](owner, path, value)
+    return _SCALAR_PARSERS[kind](owner, path, value)
 
 
-def _whole(owner: str, path: str, value: Any) -> int:
+def _parse_int(owner: str, path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():  # people write 1.0e9
         value = int(value)
-    if not is_whole(value):
-        raise MesetaError(f"{owner}: {path} must be a whole number, got {shown(value)}")
-    if abs(value) > MAX_WHOLE:
-        raise MesetaError(f"{owner}: {path} must be at most {MAX_WHOLE}, got {shown(value)}")
+    if not is_int(value):
+        raise MesetaError(f"{owner}: {path} must be a whole number, got {format_value(value)}")
+    if abs(value) > MAX_INT64:
+        raise MesetaError(f"{owner}: {path} must be at most {MAX_INT64}, got {format_value(value)}")
     return int(value)
 
 
-def _number(owner: str, path: str, value: Any) -> float:
+def _parse_float(owner: str, path: str, value: Any) -> float:
     with suppress(ValueError, TypeError, OverflowError):
         if not isinstance(value, bool):
             return float(value)
     raise MesetaError(f"{owner}: {path} must be a number, got {value!r}")
 
 
-def _text(owner: str, path: str, value: Any) -> str:
+def _parse_str(owner: str, path: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise MesetaError(f"{owner}: {path} must be text, got {value!r}")
     return value
 
 
-def _truth(owner: str, path: str, value: Any) -> bool:
+def _parse_bool(owner: str, path: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise MesetaError(f"{owner}: {path} must be true or false, got {value!r}")
     return value
 
 
-_SCALARS: Mapping[Any, Callable[[str, str, Any], Any]] = {int: _whole, float: _number, str: _text, bool: _truth}
+_SCALAR_PARSERS: Mapping[Any, Callable[[str, str, Any], Any]] = {
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    bool: _parse_bool,
+}

@@ -37,9 +37,9 @@ class ShardingType(enum.StrEnum):
     """The first rows, which are the most frequent ones, as data_parallel; the others as row_wise."""
 
 
-SUMMED_IN_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
+HOST_REDUCED_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
 """Schemes whose partial bags are added up inside a host."""
-IN_ONE_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
+SINGLE_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
 """Schemes whose pieces all lie in one host."""
 
 
@@ -58,7 +58,7 @@ class Shard:
     tier: str = HBM
     """Memory that holds the rows: 'hbm', the memory of the rank's device (on a CPU rank, DRAM); 'host', the DRAM of its
     host; 'cached', that with the frequent rows in 'hbm'; 'disk', a local disk."""
-    near_rows: int | None = None
+    cache_rows: int | None = None
     """Of tiers 'cached' and 'disk': rows that lie near at most, in 'hbm' or in DRAM; None: as there is room."""
 
     @property
@@ -95,10 +95,10 @@ class TablePlan:
 
 
 T = TypeVar("T")
-_Span = tuple[int, int]
+_Range = tuple[int, int]
 
 
-def cut(
+def shard_table(
     table: TableSpec,
     sharding: ShardingType,
     ranks: Sequence[int],
@@ -128,14 +128,14 @@ def cut(
     if hot_rows and not is_hot:
         raise MesetaError(f"{where}: hot_rows are for hot_replicated alone; leave them out")
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-    pieces: list[tuple[_Span, _Span, tuple[int, ...]]]
+    pieces: list[tuple[_Range, _Range, tuple[int, ...]]]
     if sharding in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
         pieces = [(rows, columns, tuple(ranks))]
     elif sharding in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-        pieces = [(span, columns, (rank,)) for span, rank in _deal(rows, ranks)]
+        pieces = [(span, columns, (rank,)) for span, rank in _split_evenly(rows, ranks)]
     elif is_hot:
         everywhere = tuple(ranks if num_ranks is None else range(num_ranks))
-        cold = _deal((hot_rows, table.num_embeddings), ranks)
+        cold = _split_evenly((hot_rows, table.num_embeddings), ranks)
         pieces = [((0, hot_rows), columns, everywhere), *((span, columns, (rank,)) for span, rank in cold)]
     elif sharding is ShardingType.GRID:
         hosts: dict[int, list[int]] = {}
@@ -143,17 +143,17 @@ def cut(
             hosts.setdefault(rank // devices_per_host if devices_per_host else 0, []).append(rank)
         pieces = [
             (row_span, column_span, (rank,))
-            for column_span, own in _deal(columns, list(hosts.values()), COLUMN_BLOCK)
-            for row_span, rank in _deal(rows, own)
+            for column_span, own in _split_evenly(columns, list(hosts.values()), COLUMN_BLOCK)
+            for row_span, rank in _split_evenly(rows, own)
         ]
         pieces.sort()
     else:
-        pieces = [(rows, span, (rank,)) for span, rank in _deal(columns, ranks, COLUMN_BLOCK)]
+        pieces = [(rows, span, (rank,)) for span, rank in _split_evenly(columns, ranks, COLUMN_BLOCK)]
     shards = tuple(Shard(table=table.name, rows=r, columns=c, ranks=owners) for r, c, owners in pieces)
     return TablePlan(table=table.name, sharding=sharding, shards=shards)
 
 
-def _deal(span: _Span, owners: Sequence[T], align: int = 1) -> list[tuple[_Span, T]]:
+def _split_evenly(span: _Range, owners: Sequence[T], align: int = 1) -> list[tuple[_Range, T]]:
     """At most as many non-empty spans as owners, of equal size (the last may be shorter), that start at multiples of
     `align` from the first."""
     first, last = span

@@ -19,7 +19,7 @@ On several ranks what travels may be hidden behind what is computed:
 overlap      travels                            while
 ---------    -------------------------------    ----------------------------------------------------------------
 ids          counts and ids of batch i + 1      batch i is computed
-answers      rows and bags                      `Model.before(dense)`; with micro-batches, the one before
+answers      rows and bags                      `Model.forward_dense(dense)`; with micro-batches, the one before
 gradients    gradients of rows and bags         the rest of the backward pass; with micro-batches, the one after
 dense        sums of dense gradients            the rest of the backward pass, the update of tables, the next lookup
 agree        the sum of the loss                the backward pass, until the first row moves
@@ -38,7 +38,7 @@ StageName = Literal[
 Overlap = Literal["ids", "answers", "gradients", "dense", "agree"]
 OVERLAPS: tuple[Overlap, ...] = ("ids", "answers", "gradients", "dense", "agree")
 """What may be hidden, in the order in which a batch meets it."""
-Component = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
+StepComponent = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
 """Parts of a predicted step, as files name them; see LABELS for people."""
 
 
@@ -47,7 +47,7 @@ class Stage(NamedTuple):
 
     name: StageName
     """As it is timed."""
-    component: Component | None
+    component: StepComponent | None
     """The predicted part of a step that it belongs to; None where no plan predicts it."""
 
 
@@ -66,7 +66,7 @@ STAGES = (
 )
 """All of them, in their order."""
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
-LABELS: dict[Component, str] = {
+STEP_COMPONENT_LABELS: dict[StepComponent, str] = {
     "input_dist": "input_dist",
     "lookup": "lookup",
     "output_dist": "output_dist",
@@ -75,9 +75,9 @@ LABELS: dict[Component, str] = {
     "update": "row_update",
 }
 """What people are told of the parts of a predicted step, in their order: none has the name of another stage."""
-COMPONENTS: tuple[Component, ...] = tuple(LABELS)
+STEP_COMPONENTS: tuple[StepComponent, ...] = tuple(STEP_COMPONENT_LABELS)
 
 
-def stages_of(component: Component) -> tuple[StageName, ...]:
+def component_stages(component: StepComponent) -> tuple[StageName, ...]:
     """The timed stages that make up a predicted part of a step."""
     return tuple(stage.name for stage in STAGES if stage.component == component)

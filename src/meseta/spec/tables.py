@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_number, doubled, nearest, shown
-from meseta.machine.files import first_alike, has_controls
+from meseta.errors import MAX_INT64, MesetaError, check_choice, check_number, duplicates, format_value, suggest
+from meseta.machine.files import first_name_collision, has_control_characters
 from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]
@@ -18,13 +18,13 @@ IdPolicy = Literal["error", "drop", "clamp", "hash"]
 TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
 DenseDtype = Literal["float32", "bfloat16"]
 """Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
-VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of one number of a row, by TableDtype."""
-LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
+MAX_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
 """Largest finite number, by TableDtype."""
 InitKind = Literal["uniform", "normal", "constant"]
 MAX_COLUMNS = 2**31 - 1
-LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
+MAX_NORMAL_SAMPLE = math.sqrt(-2 * math.log(2.0**-32))
 """Largest standard normal number that the Box-Muller transform makes of 32 bits."""
 
 
@@ -33,16 +33,18 @@ def _check_name(kind: str, name: object) -> None:
         raise MesetaError(
             f"{kind} {name!r}: a name must be text, not empty, and not '*', which means all others in a plan"
         )
-    fault = table_name_fault(name) if kind == "table" else None
+    fault = invalid_table_name_reason(name) if kind == "table" else None
     if fault:
-        raise MesetaError(f"table {shown(name)}: checkpoints have files of this name, so {fault}; name it otherwise")
+        raise MesetaError(
+            f"table {format_value(name)}: checkpoints have files of this name, so {fault}; name it otherwise"
+        )
 
 
-def table_name_fault(name: str) -> str | None:
+def invalid_table_name_reason(name: str) -> str | None:
     """Why a table cannot be called so; `None` if it can."""
     if name == "*":
         return "in a plan it means all other tables"
-    return "it must have characters, and no control characters" if not name or has_controls(name) else None
+    return "it must have characters, and no control characters" if not name or has_control_characters(name) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class InitSpec:
 
     def check_range(self, owner: str, dtype: TableDtype) -> None:
         """Raise MesetaError, beginning with `owner`, if values drawn by this may be infinite in `dtype`."""
-        largest = LARGEST_VALUE[dtype] / (LARGEST_NORMAL if self.kind == "normal" else 1.0)
+        largest = MAX_VALUE[dtype] / (MAX_NORMAL_SAMPLE if self.kind == "normal" else 1.0)
         if self.scale is not None and abs(self.scale) > largest:
             raise MesetaError(
                 f"{owner}: scale of {self.kind!r} must be at most {largest:.5g} for values of {dtype}, got {self.scale}"
@@ -89,12 +91,12 @@ class TableSpec:
     def __post_init__(self) -> None:
         _check_name("table", self.name)
         check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
-        for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
+        for name, largest in (("num_embeddings", MAX_INT64), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= largest:
                 raise MesetaError(
                     f"table {self.name!r}: {name} must be a whole number, at least 1 and at most {largest}, got "
-                    f"{shown(value)}"
+                    f"{format_value(value)}"
                 )
             object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
         self.init.check_range(f"table {self.name!r}: init", self.dtype)
@@ -133,9 +135,9 @@ class FeatureSpec:
 def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
     """Raise MesetaError unless names are unique and every feature reads a table that exists."""
     for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
-        for name in doubled(names):
+        for name in duplicates(names):
             raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
-    alike = first_alike(table.name for table in tables)
+    alike = first_name_collision(table.name for table in tables)
     if alike:
         raise MesetaError(
             f"tables {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell accents "
@@ -145,5 +147,5 @@ def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec])
     for feature in features:
         if feature.table not in known:
             raise MesetaError(
-                f"feature {feature.name!r} reads table {feature.table!r}; {nearest(feature.table, known)}"
+                f"feature {feature.name!r} reads table {feature.table!r}; {suggest(feature.table, known)}"
             )

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meseta.errors import MesetaError, check_number, nearest
+from meseta.errors import MesetaError, check_number, suggest
 from meseta.spec.codecs import Communication
-from meseta.spec.documents import load_document, read_record, without_format
+from meseta.spec.documents import load_document, parse_dataclass, strip_format
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
@@ -74,8 +74,8 @@ class DenseLoad:
     dtype: DenseDtype = "float32"
     """Type that matrix products compute in."""
     before_flops_per_sample: float = 0.0
-    """Of `flops_per_sample`, those of layers that read dense inputs alone: what `before` of a model computes, and its
-    way back."""
+    """Of `flops_per_sample`, those of layers that read dense inputs alone: what `forward_dense` of a model computes,
+    and its way back."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.before_flops_per_sample <= self.flops_per_sample:
@@ -91,15 +91,15 @@ class DenseExchange:
 
     num_tensors: int = 0
     """Parameters, of each of which it is counted on how many ranks it has a gradient."""
-    number_bytes: int = 4
+    element_bytes: int = 4
     """Of one number of a parameter."""
-    num_filling: int = 0
+    num_padding_elements: int = 0
     """Numbers that fill parameters up to multiples of 16, where a codec writes their gradients."""
-    norm_widths: tuple[int, ...] = ()
+    batch_norm_widths: tuple[int, ...] = ()
     """Columns of each batch norm."""
-    cut_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    sharded_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """Shapes of the parameters of each module that is cut over the ranks of a host."""
-    num_norms: int = 0
+    num_gradient_norms: int = 0
     """Norms of what is cut that are taken in a step."""
     num_flags: int = 0
     """Numbers that the run has ranks agree on in a step, beside the loss."""
@@ -107,7 +107,7 @@ class DenseExchange:
     """Of a sample, which all ranks are told of for a loss of the global batch; 0 where there is none."""
     num_masked_tasks: int = 0
     """Tasks, if samples may lack labels: ranks add up the weights of the known ones; else 0."""
-    num_parts: int = 1
+    num_micro_batches: int = 1
     """Micro-batches that each rank takes its slice in."""
 
 
@@ -139,19 +139,19 @@ class Workload:
         known = {feature.name for feature in self.features}
         for name in self.loads:
             if name not in known:
-                raise MesetaError(f"workload: a load is given for the unknown feature {name!r}; {nearest(name, known)}")
+                raise MesetaError(f"workload: a load is given for the unknown feature {name!r}; {suggest(name, known)}")
 
     def load(self, feature: FeatureSpec) -> FeatureLoad:
         """Of one feature."""
         return self.loads.get(feature.name, FeatureLoad())
 
 
-FORMAT = "meseta.workload/1"
+WORKLOAD_FORMAT = "meseta.workload/1"
 MAX_COPIES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table:
+class _WorkloadTable:
     """What a workload says of a table, or of some that are alike."""
 
     num_embeddings: int
@@ -173,7 +173,7 @@ class _Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Feature:
+class _WorkloadFeature:
     """What it says of a feature."""
 
     table: str
@@ -194,19 +194,19 @@ class _Feature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class _WorkloadDocument:
     """The file."""
 
     batch_size: int
-    tables: Mapping[str, _Table]
-    features: Mapping[str, _Feature] = field(default_factory=dict)
+    tables: Mapping[str, _WorkloadTable]
+    features: Mapping[str, _WorkloadFeature] = field(default_factory=dict)
     dense: DenseLoad = field(default_factory=DenseLoad)
     overlap: tuple[Overlap, ...] = ()
 
 
-def is_workload(document: Mapping[Any, Any]) -> bool:
+def is_workload_document(document: Mapping[Any, Any]) -> bool:
     """Whether a file describes a workload, and not a run."""
-    return document.get("format") == FORMAT or "tables" in document
+    return document.get("format") == WORKLOAD_FORMAT or "tables" in document
 
 
 def read_workload(document: Mapping[Any, Any]) -> Workload:
@@ -220,14 +220,14 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
     `overlap` names what travels while ranks compute.
     Raises MesetaError for an unknown or missing key, and a value that breaks its rule.
     """
-    document = without_format("workload", document, FORMAT)
-    for one in _entries(document, "tables"):
+    document = strip_format("workload", document, WORKLOAD_FORMAT)
+    for one in _copy_entries(document, "tables"):
         if isinstance(one.get("optimizer"), str):
             one["optimizer"] = {"name": one["optimizer"]}
-    for name, one in zip(document.get("features") or (), _entries(document, "features"), strict=True):
+    for name, one in zip(document.get("features") or (), _copy_entries(document, "features"), strict=True):
         one.setdefault("table", str(name))
         _check_reuse(f"workload: features.{name}", one.get("reuse"))
-    written = read_record("workload", _Document, document)
+    written = parse_dataclass("workload", _WorkloadDocument, document)
     tables: list[TableSpec] = []
     factors: dict[str, float] = {}
     for name, tables_alike in written.tables.items():
@@ -256,7 +256,7 @@ def load_workload(path: str | Path) -> Workload:
     return load_document("workload", path, read_workload)
 
 
-def _entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
+def _copy_entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
     """The entries of a part of the document, copied, to be completed; of none where it has another form."""
     part = document.get(key)
     if not isinstance(part, Mapping):
