@@ -46,8 +46,8 @@ from record import record
 from torchrec_plan import Answer, Asked, ask
 
 from meseta.measure.calibrate.rank_timer import RankTimer
-from meseta.measure.calibrate.tasks import Task, random_task
-from meseta.measure.contest.team import Member, Team
+from meseta.measure.calibrate.tasks import ShardingTask, random_task
+from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.planner import DoesNotFitError, find_plan
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.planner.cost.operators import operator_seconds
@@ -83,13 +83,13 @@ def main() -> None:
     wanted = OTHERS if python else tuple(BASELINES)
     missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(wanted)]
     arguments = {"memory_bytes": DEVICE_BYTES}
-    member = Member(
+    member = TargetSpec(
         name="shares",
-        contender=RankTimer,
+        target_class=RankTimer,
         arguments=arguments,
-        num_threads=(model.num_threads,),
+        thread_counts=(model.num_threads,),
     )
-    with Team(member) as team, options.out.open("a") as file:
+    with WorkerGroup(member) as team, options.out.open("a") as file:
         for start in range(0, len(missing), ASKED_AT_ONCE):
             tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]
             theirs: list[Answer | str | None] = [None] * len(tasks)
@@ -123,20 +123,22 @@ def cost_model(given: Path | None, out: Path) -> CostModel:
     return CostModel.load(given or kept)
 
 
-def asked(task: Task, model: CostModel) -> Asked:
+def asked(task: ShardingTask, model: CostModel) -> Asked:
     """What TorchRec is told: the link of the cost model, and the bytes of rows a second of our lookup on all tables."""
     workload = task.workload()
     loads = WorkloadLoads(workload)
-    whole = loads.loads(loads.whole())
+    whole = loads.shard_loads(loads.whole_tables())
     lookup_s, _ = operator_seconds(model, whole)
     per_ms = {
         "intra_host_bw": model.exchange.inside_all_to_all.bytes_per_s / 1e3,
-        "hbm_mem_bw": float((whole.ids * whole.row_bytes).sum() / lookup_s.sum()) / 1e3,
+        "hbm_mem_bw": float((whole.num_ids * whole.row_bytes).sum() / lookup_s.sum()) / 1e3,
     }
     return Asked(workload=workload, topology=TOPOLOGY, bandwidths=per_ms, kernels=("fused", "dense"))
 
 
-def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel, judged_by: str) -> BalanceOutcome:
+def judged(
+    team: WorkerGroup, task: ShardingTask, answer: Answer | str | None, model: CostModel, judged_by: str
+) -> BalanceOutcome:
     """Plan a task with all planners, and time the plans that fit."""
     workload = task.workload()
     found: dict[str, Plan | str] = {}
@@ -161,7 +163,7 @@ def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel
     return BalanceOutcome(seed=task.seed, judged_by=judged_by, costs=costs, failures=failures)
 
 
-def why_unfit(plan: Plan, task: Task, model: CostModel) -> str | None:
+def why_unfit(plan: Plan, task: ShardingTask, model: CostModel) -> str | None:
     """Why a plan cannot run on the devices; None where it can."""
     workload = task.workload()
     try:
@@ -171,7 +173,7 @@ def why_unfit(plan: Plan, task: Task, model: CostModel) -> str | None:
     return why_too_large(plan, workload, TOPOLOGY, model)
 
 
-def tell(outcome: BalanceOutcome, task: Task, where: str, seconds: float) -> None:
+def tell(outcome: BalanceOutcome, task: ShardingTask, where: str, seconds: float) -> None:
     """One line of progress: milliseconds of each planner's step."""
     steps = [
         f"{name} {1e3 * outcome.costs[name].step_s:.2f}" if name in outcome.costs else f"{name} -"

@@ -3,9 +3,9 @@
     python benchmarks/bench_busy.py [--rounds N] [--window-s S]
 
 Runs of `meseta train`'s own loop, reader included: with threads that wait as its commands choose
-(meseta.machine.waiting) and of which steps take as many as is faster (meseta.measure.step_threads), and with threads
-that spin, as OpenMP's do by themselves. One process of two threads and two ranks of one, on batches of 64 and of
-2,048, on two cores. All take turns window by window, quiet and beside the loops: one per core, at the same priority,
+(meseta.machine.wait_policy) and of which steps take as many as is faster (meseta.measure.step_threads), and with
+threads that spin, as OpenMP's do by themselves. One process of two threads and two ranks of one, on batches of 64 and
+of 2,048, on two cores. All take turns window by window, quiet and beside the loops: one per core, at the same priority,
 so that a fair share is half of the processors. Loops are stopped in between, end with this program, and after half an
 hour anyway.
 
@@ -33,10 +33,10 @@ from typing import Any
 
 from record import ROOT, record
 
-from meseta.machine.waiting import CHOICES, WAITING
-from meseta.measure.contest.contender import Contender
-from meseta.measure.contest.contest import TimingOptions
-from meseta.measure.contest.team import Member, Team
+from meseta.machine.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
+from meseta.measure.harness.interleaved import TimingOptions
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 
 TESTS = (
     "tests/measure/test_waiting.py",
@@ -50,11 +50,11 @@ LAYOUTS = {(1, 2): 0.4, (2, 1): 0.35}
 QUIET = 0.98
 """What ours has to reach of spinning threads on a quiet machine."""
 OURS, SPINNING = "ours", "spinning"
-POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAITING), SPINNING: {}}
+POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAIT_POLICY), SPINNING: {}}
 FAIR = 0.5
-MAX_OTHERS, NUM_RETRIES = TimingOptions().max_others, 8
+MAX_OTHERS, NUM_RETRIES = TimingOptions().max_background_load, 8
 SETTLE_S = 1.6
-"""Until a run has seen that others have stopped: meseta.measure.waiting."""
+"""Until a run has seen that others have stopped: meseta.measure.cpu_contention."""
 _LOOP = """
 import os, sys, time
 core, parent = int(sys.argv[1]), int(sys.argv[2])
@@ -66,7 +66,7 @@ while time.monotonic() < end and os.getppid() == parent:
 """
 
 
-class Training(Contender):
+class Training(BenchmarkTarget):
     """The trainer's loop: a batch from the reader, a step, figures every 50 steps. No evaluation, no checkpoint."""
 
     def __init__(self, data: str, run_dir: str, batch_size: int, num_threads: int) -> None:
@@ -97,12 +97,12 @@ class Training(Contender):
 
     def _step(self, call: int) -> None:
         trainer = self._trainer
-        with trainer.train_step.times.stage("data"):
+        with trainer.train_step.stage_times.stage("data"):
             batch = next(trainer._batches)
         trainer._record(trainer._run_step(batch), batch)
         if trainer.step % 50 == 0:
-            trainer.figures.take()
-            trainer.train_step.times.take()
+            trainer.running_metrics.pop_metrics()
+            trainer.train_step.stage_times.pop_means()
 
 
 @dataclass
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--window-s", type=float, default=1.0)
     options = parser.parse_args()
-    for name in CHOICES:  # members alone say how their threads wait
+    for name in WAIT_POLICY_VARIABLES:  # members alone say how their threads wait
         os.environ.pop(name, None)
     subprocess.run([sys.executable, "-m", "pytest", "-q", *TESTS], check=True, cwd=ROOT)
     missed = []
@@ -156,17 +156,17 @@ def measure(
         teams = {}
         for name, policy in POLICIES.items():
             run_dir = data.parent / f"{name}-{num_ranks}-{batch_size}"
-            member = Member(
+            member = TargetSpec(
                 name=name,
-                contender=importlib.import_module("bench_busy").Training,
+                target_class=importlib.import_module("bench_busy").Training,
                 arguments={
                     "data": str(data), "run_dir": str(run_dir), "batch_size": batch_size, "num_threads": num_threads
                 },
                 environment={**policy, "PYTHONPATH": str(Path(__file__).parent)},
                 num_ranks=num_ranks,
-                num_threads=(num_threads,),
+                thread_counts=(num_threads,),
             )  # fmt: skip
-            teams[name] = stack.enter_context(Team(member))
+            teams[name] = stack.enter_context(WorkerGroup(member))
         quiet = {name: num_calls(team, num_threads, window_s) for name, team in teams.items()}
         with busy_loops() as loops:
             busy: dict[str, int] = {}
@@ -183,7 +183,7 @@ def measure(
     return rates
 
 
-def num_calls(team: Team, num_threads: int, window_s: float) -> int:
+def num_calls(team: WorkerGroup, num_threads: int, window_s: float) -> int:
     """Steps that fill a window; warms up on the way."""
     calls = 4
     while True:
@@ -193,14 +193,14 @@ def num_calls(team: Team, num_threads: int, window_s: float) -> int:
         calls *= 2
 
 
-def quiet_window(team: Team, calls: int, num_threads: int, batch_size: int) -> tuple[float, bool]:
+def quiet_window(team: WorkerGroup, calls: int, num_threads: int, batch_size: int) -> tuple[float, bool]:
     """Samples a second in a window in which nobody else used the processors; in the quietest where there is none."""
     windows = []
     time.sleep(SETTLE_S)
-    while not windows or (windows[-1].others > MAX_OTHERS and len(windows) <= NUM_RETRIES):
+    while not windows or (windows[-1].background_load > MAX_OTHERS and len(windows) <= NUM_RETRIES):
         windows.append(team.time("step", calls, num_threads))
-    best = min(windows, key=lambda window: window.others)
-    return batch_size / best.seconds_per_call, best.others <= MAX_OTHERS
+    best = min(windows, key=lambda window: window.background_load)
+    return batch_size / best.seconds_per_call, best.background_load <= MAX_OTHERS
 
 
 @contextmanager

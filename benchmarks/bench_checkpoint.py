@@ -33,7 +33,7 @@ from record import record
 from torch import Tensor
 
 from meseta.checkpoint import load, save
-from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
 from meseta.optim import make_row_optimizer
 from meseta.spec import Plan, TableSpec
@@ -146,7 +146,7 @@ def race_in_background(
     folder: Path, plan: Plan, shard: TableShard, tensors: dict[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
     """Seconds, (ours, torch's), until training may go on: of the first save, and the median of later ones."""
-    background = BackgroundSave(World.single())
+    background = BackgroundSaver(World.single())
     known = {"step": 1, "plan": plan, "state": {}, "then": lambda world: None}
     waits: list[tuple[float, float]] = []
     for index in range(1 + NUM_ROUNDS):

@@ -28,7 +28,7 @@ from kept import Kept
 from memory.cases import ALLOWED_BYTES, Measurement, Run, runs_of
 from record import ROOT, record
 
-from meseta.machine.system import System, free_memory_bytes, read_limits
+from meseta.machine.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 
 DISK_SHARE, LARGE_DISK_SHARE = 6.5, 4.5
 """Bytes of the disk over those of a table: its scratch file, checkpoints, and what commands make of them."""
@@ -63,7 +63,7 @@ def print_needs(runs: list[Run], kept: Kept, folder: Path) -> bool:
 
 def measure(run: Run, kept: Kept, folder: Path) -> None:
     """All cases of a run."""
-    free = free_memory_bytes(System(), read_limits(System()))
+    free = free_memory_bytes(KernelFiles(), read_cgroup_limits(KernelFiles()))
     needed = run.table_bytes + (2 << 30)
     if free is not None and needed > free:
         print(f"{run.gigabytes:g} GB in {run.tier} needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")

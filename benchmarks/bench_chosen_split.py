@@ -31,7 +31,7 @@ from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.telemetry.splits import TEST, VALID
 from meseta.train.evaluate import evaluate
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 
 NUM_SEEDS = 20

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from turns import best_s
 
-from meseta.machine.processors import this_processor
-from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns
+from meseta.machine.processors import read_processor
+from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns
 from meseta.ops.core import instruction_set
 from meseta.spec.codecs import CODECS, Codec
 
@@ -28,26 +28,26 @@ def calls_of(num_rows: int, num_columns: int) -> dict[str, Callable[[], object]]
     pieces, whole = (width,) * 26, (0, 0, 0, 26 * width, 0)
     matrices = [torch.randn(num_rows, width) for _ in pieces]
     places = tuple(number for m in range(26) for number in (m, 0, m * width, width, 0))
-    drawn = Rounding(tuple(range(26)), (0,) * 26, 0)
+    drawn = StochasticRounding(tuple(range(26)), (0,) * 26, 0)
     calls: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(values)}
     for name, codec in CODECS.items():
-        if codec.is_whole:
+        if codec.is_lossless:
             continue
         out = torch.zeros(num_rows, codec.row_bytes(pieces), dtype=torch.uint8)
         half = HalfRange(3, torch.zeros(1, dtype=torch.int64))
 
         def encode(
-            sources: list[torch.Tensor], moves: tuple[int, ...], rounding: Rounding | None = None,
+            sources: list[torch.Tensor], moves: tuple[int, ...], rounding: StochasticRounding | None = None,
             out: torch.Tensor = out, codec: Codec = codec, half: HalfRange = half,
         ) -> None:  # fmt: skip
-            encode_columns(out, sources, moves, codec, pieces, rounding=rounding, half=half)
+            encode_columns(out, sources, moves, codec, pieces, rounding=rounding, half_range=half)
 
         def decode(out: torch.Tensor = out, codec: Codec = codec) -> None:
             decode_columns(copy, [out], whole, codec, [pieces], exponent=3)
 
         calls[f"{name}"] = lambda encode=encode: encode([values], whole)
         calls[f"{name} of 26 matrices"] = lambda encode=encode: encode(matrices, places)
-        if codec.block_bytes:
+        if codec.scale_bytes:
             calls[f"{name} stochastic"] = lambda encode=encode: encode([values], whole, drawn)
         calls[f"{name} back"] = decode
     return calls
@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     seconds = best_s(calls_of(options.rows, options.columns), NUM_TURNS)
-    print(f"{this_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
+    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
     print(f"{options.rows} x {options.columns} float32")
     for name, taken in seconds.items():
         rate = options.rows * options.columns / taken

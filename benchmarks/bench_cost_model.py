@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from record import record
 
+from meseta.measure.calibrate.calibration import NUM_CALLS, RankShards, ShardTimings, measure_shards
 from meseta.measure.calibrate.collectives import CollectiveTimer
-from meseta.measure.calibrate.neural import exchange_seconds, rank_of
-from meseta.measure.calibrate.pieces import PieceTimer
-from meseta.measure.calibrate.run import NUM_CALLS, Measured, RankPieces, measure_pieces
-from meseta.measure.calibrate.tasks import Task, random_task
-from meseta.measure.contest.team import Member, Team
+from meseta.measure.calibrate.neural import predict_collective, predict_rank
+from meseta.measure.calibrate.shard_timer import ShardTimer
+from meseta.measure.calibrate.tasks import ShardingTask, random_task
+from meseta.measure.harness.worker_group import TargetSpec, WorkerGroup
 from meseta.planner.cost.exchange import Collective
 from meseta.spec import CostModel
 
@@ -83,7 +83,7 @@ def calibrated() -> CostModel:
         return CostModel.load(out)
 
 
-def dealt(task: Task) -> list[RankPieces]:
+def dealt(task: ShardingTask) -> list[RankShards]:
     """Whole tables, each to a random device that has room for it; tables that no device has room for are left out."""
     random, left = np.random.default_rng(task.seed), [0.95 * DEVICE_BYTES] * NUM_DEVICES
     hands: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = [[] for _ in left]
@@ -103,15 +103,15 @@ def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
     cases: list[list[tuple[Case, Case]]] = []
     for task, hand in ranks:
-        own = Measured(task, hand, 1.0, 1.0)
-        predicted = [(name, rank_of(own, one)) for name, one in judged(model)]
+        own = ShardTimings(task, hand, 1.0, 1.0)
+        predicted = [(name, predict_rank(own, one)) for name, one in judged(model)]
         cases.append([(Case(f"lookup{name}", pair[0]), Case(f"update{name}", pair[1])) for name, pair in predicted])
     arguments = {"memory_bytes": DEVICE_BYTES}
-    member = Member(name="operators", contender=PieceTimer, arguments=arguments)
-    with Team(member) as team:
+    member = TargetSpec(name="operators", target_class=ShardTimer, arguments=arguments)
+    with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
             for (task, hand), pairs in zip(ranks, cases, strict=True):
-                found = measure_pieces(team, task, hand, model.num_threads)
+                found = measure_shards(team, task, hand, model.num_threads)
                 for lookup, update in pairs:
                     lookup.measured_s.append(found.lookup_s)
                     update.measured_s.append(found.update_s)
@@ -134,19 +134,19 @@ def exchange_cases(model: CostModel) -> list[Case]:
             sent = np.full(2, float(size))
             reduces = kind == "all_reduce"
             exchange = Collective(kind, "backward", sent, nothing, sent, nothing, reduces=reduces)
-            own = [Case(f"{kind}{name}", exchange_seconds(exchange, one)) for name, one in judged(model)]
+            own = [Case(f"{kind}{name}", predict_collective(exchange, one)) for name, one in judged(model)]
             cases.append((kind, size, own))
-    member = Member(
+    member = TargetSpec(
         name="collectives",
-        contender=CollectiveTimer,
+        target_class=CollectiveTimer,
         arguments={},
         num_ranks=2,
-        num_threads=(model.num_threads,),
+        thread_counts=(model.num_threads,),
     )
-    with Team(member) as team:
+    with WorkerGroup(member) as team:
         for _ in range(NUM_ROUNDS):
             for kind, size, own in cases:
-                seconds = team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS)
+                seconds = team.call("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS)
                 for case in own:
                     case.measured_s.append(seconds)
     return [case for _, _, own in cases for case in own]

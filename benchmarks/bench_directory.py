@@ -17,7 +17,7 @@ from record import record
 from turns import best_s
 
 from meseta.measure.gather_limit import best_prefetches, gather
-from meseta.ops.directory import Directory
+from meseta.ops.slot_map import SlotMap
 
 NUM_TURNS = 7
 
@@ -41,7 +41,7 @@ def main() -> None:
     keys = np.unique(random.integers(-(2**62), 2**62, told.keys + told.batch))
     random.shuffle(keys)
     there, others = keys[: -told.batch], torch.from_numpy(keys[-told.batch :].copy())
-    directory = Directory(len(there) + told.batch)
+    directory = SlotMap(len(there) + told.batch)
     directory.insert(torch.from_numpy(there), torch.arange(len(there)))
     asked = torch.from_numpy(random.choice(there, told.batch, replace=False))
     slots, ordered = torch.arange(len(there), len(there) + told.batch), np.sort(there)

@@ -38,10 +38,10 @@ from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from record import ROOT
 
 from meseta.comm import World
-from meseta.config import check_document, read_document
+from meseta.config import read_config_document, validate_document
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
-from meseta.train.outside.raw_files import default_batch_size
+from meseta.train.interop.default_settings import default_batch_size
 from meseta.train.trainer import Trainer
 
 NUM_SETTINGS, NUM_SEEDS = 20, 3
@@ -123,7 +123,7 @@ class Tuned:
         data, run_dir = self._prepared(min_count), self._folder / "tuned"
         shutil.rmtree(run_dir, ignore_errors=True)
         num_rows = data.splits["train"].num_rows
-        document = read_document(None, [f"{key}={json.dumps(value)}" for key, value in chosen.items()])
+        document = read_config_document(None, [f"{key}={json.dumps(value)}" for key, value in chosen.items()])
         document |= {"run_dir": str(run_dir), "seed": self._seed}
         document["data"] = {"dir": str(data.dir)}
         document["train"] = {
@@ -135,7 +135,7 @@ class Tuned:
             "log_every_steps": 10_000,
         }
         with contextlib.redirect_stderr(io.StringIO()):
-            summary = Trainer(check_document(document), World.single()).run()
+            summary = Trainer(validate_document(document), World.single()).run()
         shutil.rmtree(run_dir)
         figures = {split: summary[split]["auc"] for split in ("valid", "test")}
         return {**figures, "seconds": time.perf_counter() - start_s}

@@ -53,7 +53,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from meseta.data.prepare.encode import Encoder
 from meseta.data.hash_categories import feature_seed
-from meseta.data.schema.find import find_layout
+from meseta.data.schema.find_layout import find_layout
 from meseta.data.prepare import PrepareOptions
 from meseta.data.prepare.sources import find_sources
 from meseta.data.formats.format import read_blocks
@@ -62,7 +62,7 @@ from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores
 """,
     """
-[source] = find_sources([sys.argv[1]], {}, rest_is_parted=True)
+[source] = find_sources([sys.argv[1]], {}, split_rest=True)
 layout = find_layout([source])
 hash_rows = dict.fromkeys((column.name for column in layout.sparse), PrepareOptions.hash_rows)
 hash_seeds = {name: feature_seed(name, 0) for name in hash_rows}

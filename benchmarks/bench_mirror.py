@@ -22,15 +22,15 @@ from typing import Any
 from deltas.changing import ChangingTable
 from record import ROOT, record
 
-from meseta.checkpoint.store.contents import NamedFiles, StoreContents
+from meseta.checkpoint.store.contents import CheckpointFiles, StoreContents
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection
-from meseta.train.saving import Saver
+from meseta.train.saving import CheckpointManager
 
 MAX_SHARE = 0.01
 COMPARING = [(StoreContents, "refresh"), (StoreContents, "add"), (StoreContents, "has"), (StoreContents, "incomplete")]
-COMPARING += [(NamedFiles, "contradicts")]
+COMPARING += [(CheckpointFiles, "contradicts")]
 
 
 class Stopwatch:
@@ -88,7 +88,7 @@ def measure(chosen: argparse.Namespace, deltas: Any, watch: Stopwatch) -> tuple[
     config = CheckpointConfig(
         deltas=deltas, background="never", keep_last=2, mirror=f"file://{chosen.folder.resolve()}/mirror"
     )
-    saver = Saver(config, chosen.folder / "run" / "checkpoints", World.single())
+    saver = CheckpointManager(config, chosen.folder / "run" / "checkpoints", World.single())
     embeddings = EmbeddingBagCollection.__new__(EmbeddingBagCollection)
     embeddings.__dict__.update(plan=table.plan, shards=[table.shard])
     saves, compared = [], []
@@ -99,7 +99,7 @@ def measure(chosen: argparse.Namespace, deltas: Any, watch: Stopwatch) -> tuple[
         saves.append(time.perf_counter() - start_s)
         compared.append(watch.seconds)
         saver.saved_step = step
-        if notes := saver.notes():
+        if notes := saver.pop_warnings():
             sys.exit("\n".join(notes))
     return median(saves[1:]), median(compared[1:])
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from meseta.comm import World
 from meseta.config import ModelConfig
 from meseta.embedding import EmbeddingBagCollection
-from meseta.measure.bench.workloads import E2E, small
-from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
+from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import make_model
 from meseta.ops.allocator import keep_freed_memory
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
@@ -43,11 +43,11 @@ ROUNDS, STEPS = 15, 6
 class PlainTraining:
     """A model of torch's modules with its tables, and its optimizer."""
 
-    def __init__(self, name: str, training: Training, device: str) -> None:
+    def __init__(self, name: str, training: DlrmWorkload, device: str) -> None:
         self.device, self._pinned = device, dict[int, Tensor]()
         self.tables = nn.ModuleList(
             nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, _weight=torch.full((rows, DIM), FILL, device=device))
-            for rows in training.traffic.rows
+            for rows in training.lookups.rows
         )
         self.model = PLAIN[name]().to(device)
         self.optimizer = torch.optim.SGD([*self.tables.parameters(), *self.model.parameters()], lr=LR)
@@ -60,12 +60,12 @@ class PlainTraining:
             self._pinned[id(array)] = tensor = tensor.pin_memory() if self.device == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
 
-    def logits(self, samples: Samples) -> Tensor:
+    def logits(self, samples: TrainingBatch) -> Tensor:
         ids = self.moved(samples.ids)
         vectors = torch.stack([table(ids[f]) for f, table in enumerate(self.tables)], dim=1)
         return cast(Tensor, self.model(self.moved(samples.dense), vectors))
 
-    def step(self, samples: Samples) -> None:
+    def step(self, samples: TrainingBatch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         loss = nn.functional.binary_cross_entropy_with_logits(self.logits(samples), self.moved(samples.label))
         loss.backward()
@@ -73,12 +73,12 @@ class PlainTraining:
         loss.item()  # ours looks at it as well
 
 
-def our_model(name: str, training: Training, dtype: DenseDtype, device: str) -> Any:
+def our_model(name: str, training: DlrmWorkload, dtype: DenseDtype, device: str) -> Any:
     spec = OptimizerSpec(name="sgd", lr=LR)
     init = InitSpec(kind="constant", scale=FILL)
     tables = [
         TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=DIM, init=init, optimizer=spec)
-        for f, rows in enumerate(training.traffic.rows)
+        for f, rows in enumerate(training.lookups.rows)
     ]
     features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
     collection = EmbeddingBagCollection(tables, features, device=device)
@@ -93,7 +93,7 @@ def copy_weights(model: Any, plain: PlainTraining) -> None:
             other.copy_(mine)
 
 
-def check(model: Any, plain: PlainTraining, samples: Samples) -> None:
+def check(model: Any, plain: PlainTraining, samples: TrainingBatch) -> None:
     """Stops where ours and torch's have other logits."""
     batch = make_batch(samples).to(plain.device)
     with torch.no_grad():
@@ -118,9 +118,9 @@ def in_turns(steps: dict[str, Callable[[], object]], rounds: int, device: str) -
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def measure(name: str, training: Training, rounds: int, device: str) -> dict[str, float]:
+def measure(name: str, training: DlrmWorkload, rounds: int, device: str) -> dict[str, float]:
     """Samples a second, by contender."""
-    samples = make_samples(training)
+    samples = make_training_batches(training)
     plain = PlainTraining(name, training, device)
     steps: dict[str, Callable[[], object]] = {}
     dtypes: tuple[DenseDtype, ...] = ("float32", "bfloat16")
@@ -134,7 +134,7 @@ def measure(name: str, training: Training, rounds: int, device: str) -> dict[str
         steps[dtype] = running.__next__
     turn = cycle(samples)
     steps["torch"] = lambda: plain.step(next(turn))
-    return {who: training.traffic.batch_size / seconds for who, seconds in in_turns(steps, rounds, device).items()}
+    return {who: training.lookups.batch_size / seconds for who, seconds in in_turns(steps, rounds, device).items()}
 
 
 def main() -> None:
@@ -146,11 +146,11 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(2)
     keep_freed_memory()
-    [training] = (one for one in E2E if one.name == "d16_2k")
-    training = replace(training, traffic=replace(training.traffic, batch_size=chosen.batch))
+    [training] = (one for one in E2E_WORKLOADS if one.name == "d16_2k")
+    training = replace(training, lookups=replace(training.lookups, batch_size=chosen.batch))
     if chosen.quick:
-        training = Training(
-            traffic=small(training.traffic, max_rows=1000, max_batch=256), bottom_mlp=(8,), top_mlp=(8,)
+        training = DlrmWorkload(
+            lookups=shrink(training.lookups, max_rows=1000, max_batch=256), bottom_mlp=(8,), top_mlp=(8,)
         )
     case = "" if chosen.batch == 2048 else f"B {chosen.batch} "
     if chosen.device == "cuda":

@@ -25,7 +25,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from turns import best_s
 
-from meseta.machine.processors import this_processor
+from meseta.machine.processors import read_processor
 from meseta.ops.core import instruction_set
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     told = parser.parse_args()
     torch.set_num_threads(told.threads)
-    print(f"{this_processor().name}, core {instruction_set()}, torch {torch.__version__}, {told.threads} threads")
+    print(f"{read_processor().name}, core {instruction_set()}, torch {torch.__version__}, {told.threads} threads")
     drawn = drawn_rows(told.rows)
     trained = trained_rows(told.checkpoint, told.rows) if told.checkpoint else None
     sets = ({} if trained is None else {f"trained rows, {trained.shape[1]} columns": trained}) | drawn

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from meseta.telemetry.rank_record import SIZE, RankRecord, Sending
+from meseta.telemetry.rank_record import RECORD_BYTES, RankRecord, TransferInfo
 
 NUM_TIMES, NUM_REPETITIONS = 2000, 20
 TABLES = tuple(f"table_{number}" for number in range(26))
@@ -31,16 +31,16 @@ def best_us(call: Callable[[], object]) -> float:
 
 def main() -> None:
     with tempfile.TemporaryFile() as file:
-        os.ftruncate(file.fileno(), SIZE)
+        os.ftruncate(file.fileno(), RECORD_BYTES)
         record = RankRecord(file.fileno(), 0, 2)
 
         def transfer() -> None:
-            with record.begin((0, "rows"), 3, Sending("gradients", "float32", None, 7, 1e6, 1, TABLES)):
+            with record.start_transfer((0, "rows"), 3, TransferInfo("gradients", "float32", None, 7, 1e6, 1, TABLES)):
                 pass
 
         def stage() -> None:
-            record.enter("lookup", 3)
-            record.leave()
+            record.enter_stage("lookup", 3)
+            record.leave_stage()
 
         print(f"a transfer {best_us(transfer):.2f} us, a stage {best_us(stage):.2f} us")
 

@@ -38,11 +38,11 @@ from hosts.links import address
 from record import ROOT, record
 
 from hosts import Hosts, why_impossible
-from meseta.data.read.served.service import Dispatcher
-from meseta.machine.files import write_whole
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.machine.files import write_atomic
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import tag, text
-from meseta.report.document import document
+from meseta.report.charts.markup import escape, tag
+from meseta.report.document import html_document
 
 PORT = 29500
 MOST = 6
@@ -177,7 +177,7 @@ def tier(bench: Bench, variables: dict[str, str], least: int, most: int) -> Iter
     ) as process:  # fmt: skip
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
-        while len(Dispatcher(url).status().readers) < least:
+        while len(DispatcherClient(url).status().readers) < least:
             time.sleep(0.2)
         yield url, process.pid
 
@@ -250,7 +250,7 @@ def auto(bench: Bench, seconds: float, page: Path | None) -> None:
         training = stack.enter_context(bench.training("data.dir=null", f"data.service.url={url}"))
         while not training.lines():
             time.sleep(0.2)
-        dispatcher, began_s, used_s = Dispatcher(url), time.monotonic(), processor_s(pid)
+        dispatcher, began_s, used_s = DispatcherClient(url), time.monotonic(), processor_s(pid)
         train_s = training.lines()[-1]["time_s"]
         numbers: list[tuple[float, int]] = []
         is_fast = False
@@ -307,11 +307,11 @@ def draw(
         ("readers", Series(name="readers", points=[(s, float(n)) for s, n in numbers], class_="two")),
     ]
     figures = [
-        tag("figure", tag("figcaption", text(name)), line_chart(name, [one], last_s, from_zero=True, x_name="s"))
+        tag("figure", tag("figcaption", escape(name)), line_chart(name, [one], last_s, include_zero=True, x_name="s"))
         for name, one in charts
     ]
     title = f"Readers behind links of {bench.rate()}, from {faster_s:.0f} s on three times as fast"
-    write_whole(path, document(title, tag("h1", text(title)), tag("div", *figures, class_="grid"), style=STYLE))
+    write_atomic(path, html_document(title, tag("h1", escape(title)), tag("div", *figures, class_="grid"), style=STYLE))
 
 
 def main() -> None:

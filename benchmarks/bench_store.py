@@ -87,7 +87,7 @@ def save_in_turns(size_mb: int, num_rounds: int) -> int:
 
     from meseta.checkpoint import prune, save, saving, verify
     from meseta.comm import World
-    from meseta.machine.remote import locate
+    from meseta.machine.remote import to_location
     from meseta.optim import make_row_optimizer
     from meseta.spec import Plan, TableSpec
     from meseta.storage import TableShard
@@ -101,7 +101,7 @@ def save_in_turns(size_mb: int, num_rounds: int) -> int:
     held = TableShard(spec=spec, shard=shard, weight=weight, state=optimizer.init(weight), optimizer=optimizer)
     if world.rank == 0:
         make_bucket()
-    really = saving._jobs
+    really = saving._assign_jobs
 
     def by_rank_0(*arguments: Any) -> list[Any]:
         return [replace(job, writer=0) for job in really(*arguments)]
@@ -110,15 +110,15 @@ def save_in_turns(size_mb: int, num_rounds: int) -> int:
     checksums = set()
     for turn in range(2 * num_rounds):
         name = ALONE if turn % 2 else "four ranks"
-        with mock.patch.object(saving, "_jobs", by_rank_0 if turn % 2 else really):
+        with mock.patch.object(saving, "_assign_jobs", by_rank_0 if turn % 2 else really):
             world.barrier()
             start_s = time.perf_counter()
             known: dict[str, Any] = {"step": turn + 1, "plan": plan, "dense": {}, "state": {}}
             path = save("s3://bucket/run", world=world, shards=[held], **known)
             times[name].append(time.perf_counter() - start_s)
         if turn < 2:
-            world.on_first(lambda path=path: checksums.add(verify(path)))  # type: ignore[misc]
-        world.on_first(lambda: prune(locate("s3://bucket/run"), keep_last=1))
+            world.run_on_rank_0(lambda path=path: checksums.add(verify(path)))  # type: ignore[misc]
+        world.run_on_rank_0(lambda: prune(to_location("s3://bucket/run"), keep_last=1))
     if world.rank == 0:
         assert len(checksums) == 1
         for name, seconds in times.items():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meseta.machine.environment import commit, hardware
-from meseta.machine.files import write_whole
+from meseta.machine.environment import git_commit, hardware_summary
+from meseta.machine.files import write_atomic
 
 
 class Kept:
@@ -27,8 +27,8 @@ class Kept:
         if name not in self._cells:
             if not self._makes:
                 raise KeyError(name)
-            self._cells[name] = {**make(), "commit": commit(), "processor": hardware()}
+            self._cells[name] = {**make(), "commit": git_commit(), "processor": hardware_summary()}
             # A line for each, since they are looked at as changes of this file.
             lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in sorted(self._cells.items()))
-            write_whole(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
+            write_atomic(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
         return self._cells[name]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
-from meseta.planner import DoesNotFitError, Planned, find_plan
-from meseta.planner.explain.gains import gains
+from meseta.planner import DoesNotFitError, PlanResult, find_plan
+from meseta.planner.explain.codec_predictions import predict_codecs
 from meseta.spec import (
     DenseLoad,
     DeviceKind,
@@ -162,7 +162,7 @@ def cases() -> list[Case]:
 HEAD = ("model and cluster", "parameters", "held, TB", "plan", "tiers", "step, ms", "samples/s", "bound by", "gap", "s")
 
 
-def describe(case: Case, planned: Planned, seconds: float) -> list[str]:
+def describe(case: Case, planned: PlanResult, seconds: float) -> list[str]:
     """The cells of one row."""
     prediction, step_s = planned.prediction, planned.prediction.step_s
     schemes: dict[str, int] = {}
@@ -186,7 +186,7 @@ def describe(case: Case, planned: Planned, seconds: float) -> list[str]:
         f"{1e3 * step_s:.3g}",
         f"{case.workload.batch_size / step_s:,.0f}",
         f"{longest} ({100 * parts[longest] / sum(parts.values()):.0f} %)",
-        f"{100 * planned.bound.gap(step_s):.1f} %",
+        f"{100 * planned.bound.relative_gap(step_s):.1f} %",
         f"{seconds:.1f}",
     ]
 
@@ -194,9 +194,11 @@ def describe(case: Case, planned: Planned, seconds: float) -> list[str]:
 COMPARED: tuple[Precision, ...] = ("fp32", "paper", "int8")
 
 
-def compare(case: Case, planned: Planned) -> tuple[list[str], list[str]]:
+def compare(case: Case, planned: PlanResult) -> tuple[list[str], list[str]]:
     """Head and cells: predicted steps of one plan by precision and way, over flat fp32."""
-    steps = {f"{one.precision} {one.exchange}": one.step_s for one in gains(planned) if one.precision in COMPARED}
+    steps = {
+        f"{one.precision} {one.exchange}": one.step_s for one in predict_codecs(planned) if one.precision in COMPARED
+    }
     base = steps["fp32 flat"]
     head = ["model and cluster", "flat fp32, ms", *steps]
     return head, [case.name, f"{1e3 * base:.3g}", *(f"{step_s / base:.3f}" for step_s in steps.values())]

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.telemetry.history import PeerComparison, append
+from meseta.telemetry.benchmark_history import PeerComparison, append_comparisons
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,4 +36,4 @@ def record(
     )
     print(f"{benchmark:10} {case:28} {metric:22} {value:12,.4g} {unit:10} {peer} {peer_value:,.4g}  "
           f"x {comparison.ratio:.2f}")  # fmt: skip
-    append(ROOT / "benchmarks" / "results.csv", [comparison])
+    append_comparisons(ROOT / "benchmarks" / "results.csv", [comparison])

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns, reference
-from meseta.ops.codec.layout import layout_numbers
+from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns, reference
+from meseta.ops.codec.layout import pack_layouts
 from meseta.ops.columns.reference import place_columns
 from meseta.ops.random_rows import random_bits
 from meseta.spec.codecs import CODECS, Codec
@@ -32,12 +32,12 @@ class Case:
     num_rows: int
     scale: float = 1.0
     exponent: int = 0
-    rounding: Rounding | None = None
+    rounding: StochasticRounding | None = None
 
     def to(self, device: str) -> Case:
         rounding = self.rounding
-        if rounding is not None and isinstance(rounding.rows, Tensor):
-            rounding = replace(rounding, rows=rounding.rows.to(device))
+        if rounding is not None and isinstance(rounding.row_numbers, Tensor):
+            rounding = replace(rounding, row_numbers=rounding.row_numbers.to(device))
         return replace(self, sources=[source.to(device) for source in self.sources], rounding=rounding)
 
     def placed(self) -> Tensor:
@@ -54,7 +54,14 @@ class Case:
         overflows = torch.full((1,), 5, dtype=torch.int64, device=device)
         half = HalfRange(self.exponent, overflows)
         encode_columns(
-            out, case.sources, case.moves, case.codec, case.pieces, scale=case.scale, rounding=case.rounding, half=half
+            out,
+            case.sources,
+            case.moves,
+            case.codec,
+            case.pieces,
+            scale=case.scale,
+            rounding=case.rounding,
+            half_range=half,
         )
         return out.cpu(), int(overflows) - 5
 
@@ -63,11 +70,11 @@ class Case:
         random: list[int] = []
         rows = None
         if self.rounding is not None:
-            rows = self.rounding.rows if isinstance(self.rounding.rows, Tensor) else None
-            first = 0 if isinstance(self.rounding.rows, Tensor) else self.rounding.rows
+            rows = self.rounding.row_numbers if isinstance(self.rounding.row_numbers, Tensor) else None
+            first = 0 if isinstance(self.rounding.row_numbers, Tensor) else self.rounding.row_numbers
             keys = [key - 2**64 if key >= 2**63 else key for key in self.rounding.keys]
             random = [*keys, *self.rounding.columns, first]
-        layout = layout_numbers(self.codec, self.exponent, [self.pieces])
+        layout = pack_layouts(self.codec, self.exponent, [self.pieces])
         return self.sources, list(self.moves), layout, self.scale, random, rows, torch.zeros(1, dtype=torch.int64)
 
     def by(self, implementation: Any) -> tuple[Tensor, int]:
@@ -118,7 +125,7 @@ def make_case(
         keys = tuple(int(key) for key in random.integers(0, 2**64, len(pieces), dtype=np.uint64))
         firsts = tuple(int(column) * 16 for column in random.integers(0, 9, len(pieces)))
         rows = torch.from_numpy(random.integers(0, 2**40, num_rows)) if random.integers(2) else 2**33 - 2
-        rounding = Rounding(keys, firsts, rows)
+        rounding = StochasticRounding(keys, firsts, rows)
     scale = float(random.choice([1.0, 0.5, 1 / 3]))
     return Case(CODECS[name], pieces, sources, moves, num_rows, scale, int(random.choice([0, -7, 13])), rounding)  # type: ignore[index]
 
@@ -157,7 +164,7 @@ def _words(case: Case, piece: int, start: int, width: int) -> Tensor:
     rounding = case.rounding
     assert rounding is not None
     first = rounding.columns[piece] + start
-    numbers = rounding.rows
+    numbers = rounding.row_numbers
     rows = numbers.tolist() if isinstance(numbers, Tensor) else range(numbers, numbers + case.num_rows)
     words = [random_bits(rounding.keys[piece], (row, row + 1), (first, first + width)) for row in rows]
     return torch.cat(words) if words else torch.zeros(0, width, dtype=torch.int64)
@@ -166,11 +173,11 @@ def _words(case: Case, piece: int, start: int, width: int) -> Tensor:
 def _block(block: Tensor, codec: Codec, words: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [B, width] and bytes [B, 2] of the scale."""
     largest = block.abs().amax(1, keepdim=True)
-    exact = torch.div(largest, torch.full_like(largest, codec.largest))
+    exact = torch.div(largest, torch.full_like(largest, codec.max_scaled_value))
     unit = exact.to(torch.bfloat16).float()  # nearest: up, or one below it
     one_up = (unit.to(torch.bfloat16).view(torch.int16) + 1).to(torch.int16).view(torch.bfloat16).float()
     unit = torch.where((unit < exact) | ((unit == 0) & (largest > 0)), one_up, unit)
-    quotients = (block / torch.where(unit == 0, 1.0, unit)).clamp(-codec.largest, codec.largest)
+    quotients = (block / torch.where(unit == 0, 1.0, unit)).clamp(-codec.max_scaled_value, codec.max_scaled_value)
     if codec.name == "int8":
         down = quotients.floor()
         up = down if words is None else down + ((words >> 8) * 2.0**-24 < quotients - down)
@@ -201,7 +208,7 @@ def _random_e4m3(quotients: Tensor, words: Tensor) -> Tensor:
 def expected_numbers(codes: Tensor, codec: Codec, pieces: tuple[int, ...], exponent: int) -> Tensor:
     """float32 [B, columns] of encoded rows."""
     columns = sum(pieces)
-    whole = codes[:, : columns * codec.number_bytes]
+    whole = codes[:, : columns * codec.element_bytes]
     if codec.name == "bf16":
         return recast(whole, torch.bfloat16).float()
     if codec.name == "fp16":
@@ -238,7 +245,7 @@ def check_decode(case: dict[str, Any], device: str = "cpu", implementation: Any 
     if implementation is None:
         decode_columns(got[:, :width], sources, case["moves"], codec, pieces, exponent=exponent, scale=case["scale"])
     else:
-        layout = layout_numbers(codec, exponent, pieces)
+        layout = pack_layouts(codec, exponent, pieces)
         with np.errstate(all="ignore"):
             implementation.decode_columns(got[:, :width], sources, list(case["moves"]), layout, case["scale"])
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)

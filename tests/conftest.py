@@ -112,11 +112,11 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
-    from meseta.machine.processors import this_processor
+    from meseta.machine.processors import read_processor
     from meseta.ops.core import instruction_set
 
-    processor = this_processor()
-    return f"processor: {processor.name}, products by {processor.level()}, the core's {instruction_set()}"
+    processor = read_processor()
+    return f"processor: {processor.name}, products by {processor.instruction_set()}, the core's {instruction_set()}"
 
 
 @pytest.fixture(autouse=True)

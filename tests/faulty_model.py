@@ -53,7 +53,7 @@ class Faulty(nn.Module):
         meetings = {
             "gather": lambda: world.all_gather(gathered, "agree"),
             "sum": lambda: world.all_reduce(summed.clone(), "norms"),
-            "objects": lambda: world.gather_objects(world.rank),
+            "objects": lambda: world.all_gather_object(world.rank),
         }
         if self.is_faulty:
             if self.fault.startswith("without "):
@@ -61,7 +61,7 @@ class Faulty(nn.Module):
             if self.fault == "swapped":
                 meetings = {name: meetings[name] for name in ("sum", "gather", "objects")}
             if self.fault == "twice":
-                world.gather_objects(world.rank)
+                world.all_gather_object(world.rank)
         for meet in meetings.values():
             meet()
         if self.fault == "other broadcast":
@@ -78,7 +78,7 @@ def read_late(step: int, seconds: float) -> None:
         nonlocal num_read
         num_read += 1
         if num_read == step:
-            with self.times.stage("data"):
+            with self.stage_times.stage("data"):
                 time.sleep(seconds)
         return read(self, batches)
 

@@ -59,7 +59,7 @@ class FileStorage(TableStorage):
     def device(self) -> torch.device:
         return self._device
 
-    def begin(self) -> TableRows:
+    def acquire(self) -> TableRows:
         self.num_lent += 1
         if self._lent is None:
             self.num_copies += 1
@@ -74,7 +74,7 @@ class FileStorage(TableStorage):
             )
         return self._lent
 
-    def end(self) -> None:
+    def release(self) -> None:
         assert self._lent is not None and self.num_lent > 0
         lent = {ROW: self._lent.weight, **self._lent.state}
         self._put(0, {name: as_stored(value.detach()).cpu().numpy() for name, value in lent.items()})
@@ -93,11 +93,11 @@ class FileStorage(TableStorage):
         self.marks.add_range(first, first + len(next(iter(values.values()))))
         self._put(first, values)
 
-    def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
+    def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
         values = self.read(0, self.shard.num_rows)
         return TableShard(self.spec, self.shard, values.pop(ROW).cpu(), values, self.optimizer, self.seed)
 
-    def take(self, rows: torch.Tensor) -> dict[str, Tensor]:
+    def gather(self, rows: torch.Tensor) -> dict[str, Tensor]:
         return {name: value[rows].cpu() for name, value in self.read(0, self.shard.num_rows).items()}
 
     def _get(self, first: int, stop: int) -> dict[str, Tensor]:

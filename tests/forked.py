@@ -27,7 +27,7 @@ def forking() -> ForkServerContext:
             "checkpoint.saver",
             "meseta.cli.main",
             "meseta.data.prepare",
-            "meseta.cli.preloaded",
+            "meseta.cli.preload",
             "torch._dynamo",
             "pytest",
         ]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from meseta import ops
-from meseta.ops.codec.layout import layout_numbers
-from meseta.ops.quantize.reference import BITS, FORMATS, row_bytes
+from meseta.ops.codec.layout import pack_layouts
+from meseta.ops.quantize.reference import CODE_BITS, FORMATS, row_bytes
 from meseta.ops.row_program.optimizer import Hyper
-from meseta.ops.row_program.program import Program, trace
+from meseta.ops.row_program.program import RowProgram, trace
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 from meseta.spec.codecs import CODECS
@@ -169,11 +169,11 @@ def encode_columns(rng: Rng) -> Call:
     num_rows = len(placed.arguments[0])
     sources = [source.float() for source in placed.arguments[1]]
     random: list[int] = []
-    if codec.block_bytes and rng.integers(2):
+    if codec.scale_bytes and rng.integers(2):
         random = [*rng.integers(-(2**63), 2**63, len(pieces)).tolist(), *[16] * len(pieces), 2**33]
     rows = integers(rng, 0, 2**40, num_rows) if rng.integers(2) else None
     out = written(rng, call, torch.zeros(num_rows, codec.row_bytes(pieces), dtype=torch.uint8))
-    layout, count = layout_numbers(codec, 3, [pieces]), written(rng, call, torch.zeros(1, dtype=torch.int64))
+    layout, count = pack_layouts(codec, 3, [pieces]), written(rng, call, torch.zeros(1, dtype=torch.int64))
     call.arguments = [out, sources, placed.arguments[2], layout, 0.5, random, rows, count]
     return call
 
@@ -186,7 +186,7 @@ def decode_columns(rng: Rng) -> Call:
         torch.from_numpy(rng.integers(0, 256, (num_rows, codec.row_bytes(own))).astype("uint8")) for own in pieces
     ]
     out = written(rng, call, floats(rng, num_rows, 8))
-    call.arguments = [out, sources, placed.arguments[2], layout_numbers(codec, 3, pieces), 0.5]
+    call.arguments = [out, sources, placed.arguments[2], pack_layouts(codec, 3, pieces), 0.5]
     return call
 
 
@@ -202,7 +202,7 @@ def hash_ids(rng: Rng) -> Call:
 def quantize_rows(rng: Rng) -> Call:
     rows = floats(rng, int(rng.integers(0, 5)), int(rng.integers(0, 20)), dtype=pick(rng, TYPES[:3]))
     row_format, adaptive = pick(rng, FORMATS), bool(rng.integers(2))
-    adaptive = adaptive and row_format in BITS
+    adaptive = adaptive and row_format in CODE_BITS
     return Call("quantize_rows", [rows, row_format, adaptive, not adaptive and bool(rng.integers(2)), 7, 0, 0])
 
 
@@ -254,7 +254,7 @@ def spoil_code(rng: Rng, code: Tensor) -> Tensor:
     return torch.cat([code, torch.from_numpy(words).to(torch.int32)])
 
 
-def states_of(program: Program, table: Tensor) -> list[Tensor]:
+def states_of(program: RowProgram, table: Tensor) -> list[Tensor]:
     dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
     return [
         torch.full(tuple(table.shape)[: 1 if kind == "row" else 2], 0.5, dtype=dtype) for kind in program.state_kinds
@@ -279,7 +279,7 @@ def row_update(rng: Rng) -> Call:
     call.arguments = [
         [written(rng, call, table) for table in tables],
         [written(rng, call, state) for table in tables for state in states_of(program, table)],
-        program.whole.instructions,
+        program.fused_update.instructions,
         uniforms.view(len(tables), -1),
         [kind == "row" for kind in program.state_kinds],
         [n for _ in tables for n in (0, 16, 7)],
@@ -308,7 +308,7 @@ def row_apply(rng: Rng) -> Call:
     call.arguments = [
         written(rng, call, table),
         [written(rng, call, state) for state in states_of(program, table)],
-        (program.given if stage is None else program.stages[stage]).instructions,
+        (program.staged_update if stage is None else program.stages[stage]).instructions,
         torch.tensor(program.uniform_values(Hyper(0.1, 3, table.shape[1])), dtype=torch.float64),
         [kind == "row" for kind in program.state_kinds],
         [0, 16, 7],

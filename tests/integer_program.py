@@ -6,8 +6,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from meseta.planner.search.assignment import NO_LIMIT
-from meseta.planner.search.problem import Problem
+from meseta.planner.search.assignment import UNLIMITED
+from meseta.planner.search.problem import PlacementProblem
 
 
 class Rows:
@@ -37,22 +37,24 @@ class Program:
     one; the slowest rank of each component; whether each avoidable collective is used; the longest path, where some
     components are hidden behind others."""
 
-    def __init__(self, problem: Problem) -> None:
-        options, machine = problem.options, problem.machine
+    def __init__(self, problem: PlacementProblem) -> None:
+        options, machine = problem.options, problem.cluster
         self.problem, self.options, self.machine = problem, options, machine
         self.ranks = machine.num_ranks
         self.blocks = [
-            (option, range(start, start + int(options.block[option])))
-            for option in range(len(options.unit))
-            for start in range(options.first[option], options.first[option + 1], max(int(options.block[option]), 1))
-            if options.block[option]
+            (option, range(start, start + int(options.block_size[option])))
+            for option in range(len(options.unit_index))
+            for start in range(
+                options.first_shard[option], options.first_shard[option + 1], max(int(options.block_size[option]), 1)
+            )
+            if options.block_size[option]
         ]
-        self.hosts = len(machine.host_room)
+        self.hosts = len(machine.host_capacity)
         self.y = len(options.seconds) * self.ranks
-        self.h = self.y + len(options.unit)
+        self.h = self.y + len(options.unit_index)
         self.top = self.h + len(self.blocks) * self.hosts
         self.use = self.top + options.seconds.shape[1]
-        self.step = self.use + len(options.use_s)
+        self.step = self.use + len(options.optional_s)
         self.size = self.step + (options.paths is not None)
         self.rows = Rows()
         self._choose()
@@ -70,17 +72,17 @@ class Program:
         """One way of every unit; its pieces on different ranks, those of other options nowhere."""
         options = self.options
         for unit in range(options.num_units):
-            self.rows.add({self.y + option: 1.0 for option in options.of_unit(unit)}, 1.0, 1.0)
-        for option in range(len(options.unit)):
-            pieces = range(options.first[option], options.first[option + 1])
+            self.rows.add({self.y + option: 1.0 for option in options.unit_options(unit)}, 1.0, 1.0)
+        for option in range(len(options.unit_index)):
+            pieces = range(options.first_shard[option], options.first_shard[option + 1])
             for piece in pieces:
                 self.rows.add({**{self.z(piece, r): 1.0 for r in range(self.ranks)}, self.y + option: -1.0}, 0.0, 0.0)
-            size = int(options.block[option]) or max(len(pieces), 1)
+            size = int(options.block_size[option]) or max(len(pieces), 1)
             for start in range(pieces.start, pieces.stop, size):
                 for rank in range(self.ranks):
                     own = {self.z(piece, rank): 1.0 for piece in range(start, start + size)}
                     self.rows.add({**own, self.y + option: -1.0}, -np.inf, 0.0)
-            for collective in np.flatnonzero(options.uses[option]):
+            for collective in np.flatnonzero(options.optional_costs[option]):
                 self.rows.add({self.y + option: 1.0, self.use + int(collective): -1.0}, -np.inf, 0.0)
 
     def _share_hosts(self) -> None:
@@ -97,8 +99,8 @@ class Program:
         """In milliseconds: no rank of a component is slower than its slowest, and no piece takes longer than that. The
         latter follows for whole numbers, but not for the fractions that the solver begins with."""
         options = self.options
-        longest = 1e3 * options.longest
-        for span in map(options.of_unit, range(options.num_units)):
+        longest = 1e3 * options.max_seconds
+        for span in map(options.unit_options, range(options.num_units)):
             for part in range(options.seconds.shape[1]):
                 own = {self.y + option: float(longest[option, part]) for option in span}
                 self.rows.add({**own, self.top + part: -1.0}, -np.inf, 0.0)
@@ -109,12 +111,12 @@ class Program:
 
     def _keep_to_room(self) -> None:
         """Bytes of every device, as parts of its room."""
-        room = int(self.machine.rank_room[0, 0])
-        if room >= NO_LIMIT:
+        room = int(self.machine.rank_capacity[0, 0])
+        if room >= UNLIMITED:
             return
         for rank in range(self.ranks):
-            own = {self.z(p, rank): n / room for p, n in enumerate(self.options.rank_need[:, 0].tolist()) if n}
-            common = {self.y + w: n / room for w, n in enumerate(self.options.common_need[:, 0].tolist()) if n}
+            own = {self.z(p, rank): n / room for p, n in enumerate(self.options.rank_demand[:, 0].tolist()) if n}
+            common = {self.y + w: n / room for w, n in enumerate(self.options.common_demand[:, 0].tolist()) if n}
             self.rows.add({**own, **common}, -np.inf, 1.0)
 
     def _order_ranks(self) -> None:
@@ -132,8 +134,12 @@ class Program:
         it, no step is longer than the sum of all that there is."""
         paths, common = self.options.paths, 1e3 * self.options.common_seconds
         assert paths is not None
-        longest = 1e3 * (self.options.seconds.sum() + np.abs(paths.fixed_s).max() + paths.use_s.sum()) + common.sum()
-        for coefs, fixed_s, use_s, needs in zip(paths.coefs, paths.fixed_s, paths.use_s, paths.needs, strict=True):
+        longest = (
+            1e3 * (self.options.seconds.sum() + np.abs(paths.fixed_s).max() + paths.optional_s.sum()) + common.sum()
+        )
+        for coefs, fixed_s, use_s, needs in zip(
+            paths.coefs, paths.fixed_s, paths.optional_s, paths.required_costs, strict=True
+        ):
             own = {self.top + part: float(share) for part, share in enumerate(coefs)}
             own |= {self.y + option: float(spent) for option, spent in enumerate(common @ coefs)}
             own |= {self.use + number: 1e3 * float(spent) for number, spent in enumerate(use_s)}
@@ -147,7 +153,7 @@ class Program:
         if self.options.paths is None:
             cost[self.y : self.h] = 1e3 * self.options.common_seconds.sum(axis=1)
             cost[self.top : self.use] = 1.0
-            cost[self.use :] = 1e3 * self.options.use_s
+            cost[self.use :] = 1e3 * self.options.optional_s
         else:
             cost[self.step] = 1.0
         whole = np.ones(self.size)

@@ -160,18 +160,18 @@ number = 3
 
 
 class BeforeAlone(Plain):
-    """Its `score` knows nothing of its `before`."""
+    """Its `score` knows nothing of its `forward_dense`."""
 
-    def before(self, dense: Tensor) -> tuple[Tensor]:
+    def forward_dense(self, dense: Tensor) -> tuple[Tensor]:
         return (dense * 2.0,)
 
 
 class WithBefore(Plain):
-    """What `before` returns is taken, and the inputs are too."""
+    """What `forward_dense` returns is taken, and the inputs are too."""
 
-    def before(self, dense: Tensor) -> tuple[Tensor]:
+    def forward_dense(self, dense: Tensor) -> tuple[Tensor]:
         return (dense.double(),)
 
     def score(self, dense: Any, pooled: Tensor) -> Tensor:
-        (x,) = dense if isinstance(dense, tuple) else self.before(dense)
+        (x,) = dense if isinstance(dense, tuple) else self.forward_dense(dense)
         return super().score(x, pooled)

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.ops.row_file.engine import IO_URING, THREADS, why_no_io_uring
+from meseta.ops.row_file.engine import IO_URING, THREADS, io_uring_unavailable_reason
 
 ENGINES = [
     THREADS,
-    pytest.param(IO_URING, marks=pytest.mark.skipif(why_no_io_uring() is not None, reason="io_uring is not to be had")),
+    pytest.param(
+        IO_URING,
+        marks=pytest.mark.skipif(io_uring_unavailable_reason() is not None, reason="io_uring is not to be had"),
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.models import section_class
-from meseta.config.models.base import FORMER_KEYS
+from meseta.config.models.base import LEGACY_KEYS
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from meseta.train.trainer import Trainer
@@ -147,8 +147,8 @@ TINY: dict[str, Any] = {
 def of_its_model(keys: dict[str, Any]) -> dict[str, Any]:
     """Without sizes of other models than the one that is named; tiny, where its section takes no keys of others."""
     section = section_class(keys.get("name", "dlrm"))
-    own = {} if section.takes_former_keys else {key: TINY[key] for key in TINY if key in section.model_fields}
-    return own | {key: value for key, value in keys.items() if key in section.model_fields or key not in FORMER_KEYS}
+    own = {} if section.accepts_legacy_keys else {key: TINY[key] for key in TINY if key in section.model_fields}
+    return own | {key: value for key, value in keys.items() if key in section.model_fields or key not in LEGACY_KEYS}
 
 
 MODELS_WITH_NORMS = ("dcnv2", "gdcn", "masknet", "finalmlp", "final", "wukong", "dhen")
@@ -192,13 +192,13 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def final_checksum(run_dir: Path) -> str:
     """Of the newest checkpoint, after every file in it was read and checked."""
-    path = checkpoint.latest(run_dir / "checkpoints")
+    path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None, f"{run_dir} has no checkpoint"
     return checkpoint.verify(path)
 
 
 def manifest(run_dir: Path) -> dict[str, Any]:
-    path = checkpoint.latest(run_dir / "checkpoints")
+    path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None
     document: dict[str, Any] = json.loads((path / "manifest.json").read_text())
     return document
@@ -222,7 +222,7 @@ def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, r
 
     workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
     run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host, on_cpu=True)
-    needs = RunMemory(workload=workload, run=run).needs(plan)
+    needs = RunMemory(workload=workload, run=run).demand_by_phase(plan)
     of_rank = (of_ranks[rank] for phase, of_ranks in needs.items() if phase != "checkpoint")
     return max(of_rank, key=lambda need: need.total)
 
@@ -232,14 +232,14 @@ def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     from meseta.data import Dataset
     from meseta.embedding import EmbeddingBagCollection
     from meseta.train.setup.build import make_sharded_model
-    from meseta.train.setup.outline import make_outline
+    from meseta.train.setup.meta_model import make_meta_model
     from meseta.train.setup.specs import make_specs
 
     config, world = RunConfig.model_validate(document), World.current()
     dataset = Dataset.load(config.data.dir)
     model = make_sharded_model(config, dataset, world)
     specs, features = make_specs(config, dataset)
-    outline = make_outline(config, dataset, EmbeddingBagCollection(specs, features))
+    outline = make_meta_model(config, dataset, EmbeddingBagCollection(specs, features))
     need = predicted_memory(config, dataset, outline, model.embeddings.plan, world.rank)
     shards = model.embeddings.shards
     rows = sum(shard.weight.nbytes for shard in shards)

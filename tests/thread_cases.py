@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
@@ -98,7 +98,7 @@ def run(case: dict[str, Any]) -> list[Tensor]:
     ]
     results = []
     for count in THREADS:
-        with threads(count):
+        with use_num_threads(count):
             out = CALLS[case["call"]](*arguments)
             upper = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).to(out.dtype).view_as(out)
             gradients = torch.autograd.grad(out, arguments, upper)

@@ -19,7 +19,7 @@ from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import reference as update_reference
-from meseta.ops.row_update.call import UpdateCall, read_features
+from meseta.ops.row_update.call import UpdateCall, unpack_features
 from meseta.ops.weight_gradient import reference as weights_reference
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -189,7 +189,7 @@ def update_case(
     return UpdateCall(
         tables=tables,
         states=states,
-        code=program.whole.instructions,
+        code=program.fused_update.instructions,
         uniforms=torch.tensor([program.uniform_values(hyper) for hyper in hypers], dtype=torch.float64),
         state_is_row=[kind == "row" for kind in program.state_kinds],
         origins=origins,
@@ -244,7 +244,7 @@ def in_slots(call: UpdateCall, seed: int = 0) -> tuple[UpdateCall, list[Tensor]]
     slot of each row."""
     random, num_states = np.random.default_rng(seed), len(call.state_is_row)
     tables, states, row_ids, slots, ids = [], [], [], [], call.ids.clone()
-    positions = {feature.position: feature.table for feature in read_features(call.features)}
+    positions = {feature.position: feature.table for feature in unpack_features(call.features)}
     for t, table in enumerate(call.tables):
         own = call.states[t * num_states : (t + 1) * num_states]
         if t % 2:
@@ -286,7 +286,7 @@ def check_slots(call: UpdateCall, run: Callable[[UpdateCall], Sequence[Tensor]])
 def check_marks(call: UpdateCall, device: str, run: Callable[[UpdateCall], None]) -> None:
     """`run` marks the distinct rows that bags name, wherever rows lie, and none where it must not step."""
     ids: list[list[Tensor]] = [[] for _ in call.tables]
-    for feature in read_features(call.features):
+    for feature in unpack_features(call.features):
         begin, end = (call.offsets[(feature.position + k) * call.num_bags].item() for k in range(2))
         ids[feature.table].append(call.ids[begin:end])
     for one in (call, in_slots(call)[0]):
@@ -296,7 +296,7 @@ def check_marks(call: UpdateCall, device: str, run: Callable[[UpdateCall], None]
             run(replace(moved, found_inf=None if found_inf is None else torch.tensor(found_inf, device=device)))
             for mark, of_table in zip(marks, ids, strict=True):
                 rows = np.unique(torch.cat(of_table).numpy()) if not found_inf else np.empty(0, np.int64)
-                assert all(np.array_equal(mark.rows(consumer).numpy(), rows) for consumer in Consumer)
+                assert all(np.array_equal(mark.marked_rows(consumer).numpy(), rows) for consumer in Consumer)
 
 
 def check_update(call: UpdateCall, device: str) -> None:

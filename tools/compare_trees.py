@@ -65,10 +65,11 @@ def show(result: Result, *, quiet: bool, verbose: bool) -> None:
         if verbose or not notice.reason.startswith("word "):
             print(f"look at {notice}")
     reasons = Counter(notice.reason.partition(" the old name")[0] for notice in findings.notices)
+    look_at = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items())) or "nothing"
     print(
-        f"compared {result.num_files} files, of which {result.num_changed} changed: {len(findings.differences)} "
-        f"differences; {len(findings.renamed)} names and {findings.num_local} local names changed; to look at: "
-        + (", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items())) or "nothing")
+        f"compared {result.num_files} files, of which {result.num_changed} changed and {findings.num_moved} moved: "
+        f"{len(findings.differences)} differences; {len(findings.renamed)} names and {findings.num_local} local names "
+        f"changed; to look at: {look_at}"
     )
 
 

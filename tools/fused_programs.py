@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED
-from meseta.ops.row_program.program import Program, trace
+from meseta.ops.row_program.program import RowProgram, trace
 from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
@@ -80,11 +80,11 @@ class Step:
     """Of a row's value, or of summands, or of an element kept for a later pass."""
 
 
-def read(program: Program) -> list[Step]:
+def read(program: RowProgram) -> list[Step]:
     """Instructions in order, with values instead of registers; the gradient comes first."""
     gradient = Step(None, "g", is_row=False)
     steps, held = [gradient], {0: gradient}
-    for position, (code, dst, *rest) in enumerate(program.whole.instructions.tolist()):
+    for position, (code, dst, *rest) in enumerate(program.fused_update.instructions.tolist()):
         op = Op(code)
         registers = [] if op in LOADS else rest[:1] if op in STORES else [r for r in rest if r != UNUSED]
         operands = [f"u{r - FIRST_UNIFORM}" if r >= FIRST_UNIFORM else held[r] for r in registers]
@@ -126,7 +126,7 @@ def can_reload(step: Step, steps: list[Step], at: int) -> bool:
 class Writer:
     """The C++ of one program."""
 
-    def __init__(self, name: str, program: Program) -> None:
+    def __init__(self, name: str, program: RowProgram) -> None:
         self.name = name
         self.program = program
         self.steps = read(program)
@@ -233,7 +233,7 @@ class Writer:
 
     def table_entry(self) -> str:
         """Its instructions, by which the core finds it."""
-        words = self.program.whole.instructions.flatten().tolist()
+        words = self.program.fused_update.instructions.flatten().tolist()
         return f"    {{{{{', '.join(map(str, words))}}}, &{self.name}<T>}},"
 
 
@@ -242,7 +242,7 @@ def text() -> str:
     writers: dict[tuple[int, ...], Writer] = {}
     for name, spec in OPTIMIZERS.items():
         program = trace(make_row_optimizer(spec))
-        writers.setdefault(tuple(program.whole.instructions.flatten().tolist()), Writer(name, program))
+        writers.setdefault(tuple(program.fused_update.instructions.flatten().tolist()), Writer(name, program))
     parts = [HEAD]
     for writer in writers.values():
         parts += ["\n".join(writer.lines()), ""]

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meseta.measure.calibrate.rank_timer import RankShare
-from meseta.measure.calibrate.run import measure_undisturbed
-from meseta.measure.calibrate.tasks import Piece, Task
-from meseta.measure.contest.team import Team
+from meseta.measure.calibrate.calibration import measure_uncontended
+from meseta.measure.calibrate.rank_timer import DeviceShards
+from meseta.measure.calibrate.tasks import ShardingTask, TaskShard
+from meseta.measure.harness.worker_group import WorkerGroup
 from meseta.planner import predict
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.tiers import HBM
 
-TimeShare = Callable[[RankShare], tuple[float, float]]
+TimeShare = Callable[[DeviceShards], tuple[float, float]]
 """Seconds of (a lookup, an update) of a share, measured once."""
 
 
@@ -39,13 +39,13 @@ class Cost:
         return max(each) + self.communication_s
 
 
-def shares_of(plan: Plan, workload: Workload) -> tuple[RankShare, ...]:
+def shares_of(plan: Plan, workload: Workload) -> tuple[DeviceShards, ...]:
     """The share of each rank. Raises MesetaError where a plan does not place every table exactly once, or places rows
     outside the memory of the devices, which nothing here can time."""
     plan.check(workload.tables)
     number = {table.name: n for n, table in enumerate(workload.tables)}
-    owned: list[list[Piece]] = [[] for _ in range(plan.num_ranks)]
-    replicas: list[Piece] = []
+    owned: list[list[TaskShard]] = [[] for _ in range(plan.num_ranks)]
+    replicas: list[TaskShard] = []
     for entry in plan.tables:
         for shard in entry.shards:
             if shard.tier != HBM:
@@ -58,7 +58,7 @@ def shares_of(plan: Plan, workload: Workload) -> tuple[RankShare, ...]:
                 replicas.append(piece)
             else:
                 owned[shard.ranks[0]].append(piece)
-    return tuple(RankShare(pieces=tuple(sorted(pieces)), replicas=tuple(sorted(replicas))) for pieces in owned)
+    return tuple(DeviceShards(shards=tuple(sorted(pieces)), replicas=tuple(sorted(replicas))) for pieces in owned)
 
 
 def why_too_large(plan: Plan, workload: Workload, topology: Topology, cost_model: CostModel) -> str | None:
@@ -86,7 +86,7 @@ def judge(
     have in common are timed once. Collectives cost what the cost model says, by the same formula for all.
     """
     shares = {name: shares_of(plan, workload) for name, plan in plans.items()}
-    found: dict[RankShare, list[tuple[float, float]]] = {share: [] for pieces in shares.values() for share in pieces}
+    found: dict[DeviceShards, list[tuple[float, float]]] = {share: [] for pieces in shares.values() for share in pieces}
     for _ in range(num_rounds):
         for share, seconds in found.items():
             seconds.append((0.0, 0.0) if share.is_empty else time_share(share))
@@ -105,7 +105,9 @@ def judge(
     return costs
 
 
-def measure_share(team: Team, task: Task, share: RankShare, num_ranks: int, num_threads: int) -> tuple[float, float]:
+def measure_share(
+    team: WorkerGroup, task: ShardingTask, share: DeviceShards, num_ranks: int, num_threads: int
+) -> tuple[float, float]:
     """Seconds of (a lookup, an update) of a share by a team of one RankTimer; again where others disturb it."""
-    arguments = {"pieces": share.pieces, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
-    return measure_undisturbed(lambda: team.ask("time_share", task=task.to_dict(), **arguments))
+    arguments = {"pieces": share.shards, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
+    return measure_uncontended(lambda: team.call("time_share", task=task.to_dict(), **arguments))

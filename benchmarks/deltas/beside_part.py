@@ -18,8 +18,8 @@ import meseta
 from deltas.changing import row_bits
 from meseta import EmbeddingBagCollection, FeatureSpec, OptimizerSpec, TableSpec
 from meseta.checkpoint import SaveOptions, prune
-from meseta.checkpoint.background import BackgroundSave
-from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.background import BackgroundSaver
+from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.comm import World
 
 KEPT = {"exact": 0.97, "4": 0.94}
@@ -71,7 +71,7 @@ def measure_beside(options: BesideOptions) -> bool:
     options.folder.mkdir(parents=True)
     training, world = Training(options), World.single()
     shards = training.embeddings.shards
-    changes, background = ChangedRows(options.folder, world, "rolling", 8), BackgroundSave(world)
+    changes, background = DeltaTracker(options.folder, world, "rolling", 8), BackgroundSaver(world)
     speeds: dict[bool, list[float]] = {True: [], False: []}
     training.window(options.seconds / 3)
     bits, step = row_bits("table", options.bits), 0
@@ -80,12 +80,12 @@ def measure_beside(options: BesideOptions) -> bool:
             begun_s, held_s = time.perf_counter(), 0.0
             if with_delta:
                 background.wait()
-                base, rows = changes.take(step, shards, bits)
+                base, rows = changes.begin_save(step, shards, bits)
                 step += 1
                 known: dict[str, Any] = {"step": step, "plan": training.embeddings.plan, "state": {}, "dense": {}}
                 background.start(
                     options.folder, shards=shards, rows=rows, options=SaveOptions(base=base, bits=bits),
-                    then=lambda _: prune(options.folder, keep_last=2), **known,
+                    on_saved=lambda _: prune(options.folder, keep_last=2), **known,
                 )  # fmt: skip
                 held_s = time.perf_counter() - begun_s
             speed = training.window(options.seconds - held_s) * (options.seconds - held_s) / options.seconds

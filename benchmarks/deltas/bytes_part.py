@@ -13,8 +13,8 @@ from rich.table import Table
 
 from deltas.changing import ChangingTable, row_bits
 from meseta.checkpoint import SaveOptions, prune, save
-from meseta.checkpoint.background import copied
-from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.background import copy_shards
+from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.comm import World
 
 POLICIES = ("none", "one_shot", "consecutive", "intermittent", "rolling")
@@ -71,16 +71,16 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
     of_tables = row_bits(table.spec.name, bits)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    disk, changes = Disk(options.folder), ChangedRows(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]
+    disk, changes = Disk(options.folder), DeltaTracker(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]
     for step in range(1, options.num_intervals + 1):
         table.touch(options.share)
-        base, rows = changes.take(step - 1, shards, of_tables)
+        base, rows = changes.begin_save(step - 1, shards, of_tables)
         save(
             options.folder,
             world=world,
             step=step,
             plan=table.plan,
-            shards=shards if rows is None else copied(shards, rows),
+            shards=shards if rows is None else copy_shards(shards, rows),
             dense={},
             state={},
             options=SaveOptions(base=base, bits=of_tables),

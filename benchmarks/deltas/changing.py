@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meseta import Plan, TableSpec
 from meseta.config.row_bits import RowBits
-from meseta.measure.traffic import zipf_ids
+from meseta.measure.synthetic_batches import zipf_ids
 from meseta.optim import make_row_optimizer
 from meseta.storage import TableShard
 

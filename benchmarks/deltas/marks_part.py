@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import numpy as np
 from record import record
 
-from meseta.measure.bench.ops_ours import Ours
-from meseta.measure.bench.workloads import OPS
+from meseta.measure.bench.ops_meseta import MesetaOperators
+from meseta.measure.bench.workloads import OPS_WORKLOADS
 from meseta.storage import TableShard
 
 MOST, MOST_OF_INTERVAL = 1.01, 1.02
@@ -37,14 +37,14 @@ def measure_marks(names: Sequence[str], turns: int, num_threads: int, keep: bool
     """Whether marks cost no more than they may; windows with and without alternate."""
     good = True
     for name in names:
-        traffic = asdict(next(one for one in OPS if one.name == name))
-        tables = Ours(traffic, "rowwise_adagrad", "float32")
+        traffic = asdict(next(one for one in OPS_WORKLOADS if one.name == name))
+        tables = MesetaOperators(traffic, "rowwise_adagrad", "float32")
         tables.set_threads(num_threads)
         num_batches = len(tables.batches)
         tables.time("step", 0, num_batches)  # the first touch of rows takes their memory
         num_calls = max(int(WINDOW_S / (tables.time("step", 0, num_batches) / num_batches)), 4)
 
-        def window(is_marked: bool, first: int, tables: Ours = tables, num_calls: int = num_calls) -> float:
+        def window(is_marked: bool, first: int, tables: MesetaOperators = tables, num_calls: int = num_calls) -> float:
             with nullcontext() if is_marked else without_marks(tables.embeddings.shards):
                 tables.time("step", first, 1)  # describes the tables anew
                 return tables.time("step", first, num_calls)

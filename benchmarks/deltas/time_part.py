@@ -18,8 +18,8 @@ from tiers.process_memory import memory_bytes, reset_peak
 
 from deltas.changing import ChangingTable, row_bits
 from meseta.checkpoint import SaveOptions, load, save, summarize
-from meseta.checkpoint.background import copied
-from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.background import copy_shards
+from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.comm import World
 from meseta.storage import SelectedRows
 
@@ -54,15 +54,15 @@ class Saves:
         self._former: dict[bool, list[Any]] = {True: [], False: []}
         """Copies of the last whole save and of the last delta: a run keeps its memory for the next."""
         self._last = False
-        self._changes = ChangedRows(self.folder, self.world, "consecutive", 1 << 10)
+        self._changes = DeltaTracker(self.folder, self.world, "consecutive", 1 << 10)
 
     def save(self, *, whole: bool = False) -> tuple[float, float, int]:
         """Seconds that training is held up, and until all is on the disk, and bytes of memory beside the table."""
         gc.collect()
         reset_peak()
         before, start_s = memory_bytes("VmRSS"), time.perf_counter()
-        base, rows = self._changes.take(0 if whole else self.step, [self.table.shard])
-        self._former[whole] = copies = list(copied([self.table.shard], rows, self._former[whole]))
+        base, rows = self._changes.begin_save(0 if whole else self.step, [self.table.shard])
+        self._former[whole] = copies = list(copy_shards([self.table.shard], rows, self._former[whole]))
         self._last = whole
         held_s = time.perf_counter() - start_s
         self.step += 1

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meseta.machine.files import write_whole
+from meseta.machine.files import write_atomic
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import table, tag, text
-from meseta.report.document import document
-from meseta.telemetry.shown import byte_size, count, duration
+from meseta.report.charts.markup import escape, table, tag
+from meseta.report.document import html_document
+from meseta.telemetry.formatting import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from hosts.hosts import Outcome
@@ -56,18 +56,29 @@ def write_page(path: Path, title: str, outcome: Outcome) -> None:
             Series(name=way, points=busy_shares(outcome.samples, host, outcome.rate, way), class_=way)
             for way in ("sent", "received")
         ]
-        chart = line_chart(f"host {host}", lines, outcome.seconds, reference=("rate", 1.0), from_zero=True, x_name="s")
+        chart = line_chart(
+            f"host {host}", lines, outcome.seconds, reference=("rate", 1.0), include_zero=True, x_name="s"
+        )
         charts.append(tag("figure", tag("figcaption", f"host {host}: share of its link"), chart))
         busy = (
             8 * number / (outcome.rate * outcome.seconds) for number in (traffic.sent_bytes, traffic.received_bytes)
         )
-        sizes = byte_size(traffic.payload_bytes), byte_size(traffic.sent_bytes), byte_size(traffic.received_bytes)
-        rows.append([f"host {host}", *sizes, *(f"{share:.0%}" for share in busy), count(traffic.resent_packets)])
+        sizes = (
+            format_bytes(traffic.payload_bytes),
+            format_bytes(traffic.sent_bytes),
+            format_bytes(traffic.received_bytes),
+        )
+        rows.append([f"host {host}", *sizes, *(f"{share:.0%}" for share in busy), format_count(traffic.resent_packets)])
     head = ["", "sent, without headers", "sent", "received", "busy sending", "busy receiving", "packets sent again"]
     body = [
-        tag("h1", text(title)),
-        tag("p", text(f"{duration(outcome.seconds)}; each link lets {byte_size(outcome.rate / 8)} a second through")),
+        tag("h1", escape(title)),
+        tag(
+            "p",
+            escape(
+                f"{format_duration(outcome.seconds)}; each link lets {format_bytes(outcome.rate / 8)} a second through"
+            ),
+        ),
         tag("div", *charts, class_="grid"),
         table(head, rows, set(range(1, len(head)))),
     ]
-    write_whole(path, document(title, *body, style=STYLE))
+    write_atomic(path, html_document(title, *body, style=STYLE))

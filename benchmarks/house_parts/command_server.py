@@ -14,7 +14,7 @@ import json
 import os
 import sys
 
-SHARED = ("sympy", "torch._dynamo", "pyarrow.parquet", "meseta.train.trainer", "meseta.train.trained",
+SHARED = ("sympy", "torch._dynamo", "pyarrow.parquet", "meseta.train.trainer", "meseta.train.trained_model",
           "meseta.train.predictions", "meseta.data.prepare")  # fmt: skip
 """What commands import, where a checkout has it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meseta.planner import documented_cost_model
 from meseta.spec import Topology
-from meseta.spec.transfer import COUNT_BYTES, NUM_AGREED
+from meseta.spec.transfer import COUNT_BYTES, NUM_AGREED_VALUES
 
 
 def agreement_seconds(topology: Topology, num_flags: int) -> float:
@@ -17,7 +17,7 @@ def agreement_seconds(topology: Topology, num_flags: int) -> float:
         return 0.0
     cost = documented_cost_model(topology.device).exchange
     near, far = topology.inside or cost.inside_all_to_all, topology.across or cost.across_all_to_all
-    num_bytes = COUNT_BYTES * (NUM_AGREED + num_flags)
+    num_bytes = COUNT_BYTES * (NUM_AGREED_VALUES + num_flags)
     inside, across = num_bytes * (per_host - 1), num_bytes * (ranks - per_host)
     latency_s = near.latency_s if ranks == per_host else far.latency_s
     link_s = max(inside / near.bytes_per_s, across / far.bytes_per_s)

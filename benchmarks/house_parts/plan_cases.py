@@ -53,11 +53,11 @@ def planned(workload: Workload, topology: Topology) -> dict[str, Any]:
     try:
         found = find_plan(workload, topology)
     except DoesNotFitError as error:
-        return {"does not fit": error.certificate, "fixes": [fix.text for fix in error.fixes]}
+        return {"does not fit": error.certificate, "fixes": [fix.description for fix in error.fixes]}
     prediction, cost_model = found.prediction, found.problem.cost_model
     seconds: dict[str, float] = {}
     for own in prediction.collectives:
-        num_bytes = own.sent_inside + own.sent_across + own.received_inside + own.received_across
+        num_bytes = own.sent_intra_host + own.sent_inter_host + own.received_intra_host + own.received_inter_host
         spent = own.seconds(cost_model, topology) + cost_model.exchange.copy_byte_s * num_bytes
         seconds[own.name] = seconds.get(own.name, 0.0) + float(spent.max())
     return {

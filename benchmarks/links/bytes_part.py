@@ -36,11 +36,11 @@ def variants(layout: Layout) -> list[Variant]:
     return listed
 
 
-def predicted_bytes(shape: shapes.Training, variant: Variant, layout: Layout) -> list[float]:
+def predicted_bytes(shape: shapes.DlrmWorkload, variant: Variant, layout: Layout) -> list[float]:
     """That leave each host in a step, as the planner says."""
     topology = Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
     prediction = predict(shapes.plan(shape, variant, layout), shapes.workload(shape, variant), topology)
-    by_rank = np.sum([one.sent_across for one in prediction.collectives], axis=0)
+    by_rank = np.sum([one.sent_inter_host for one in prediction.collectives], axis=0)
     return [float(one) for one in by_rank.reshape(layout.hosts, layout.per_host).sum(axis=1)]
 
 

@@ -45,9 +45,9 @@ def dense_bytes(way: Way, layout: Layout, parameter_bytes: float) -> float:
     return (2 * (ranks - 1) / ranks + per_host * (ranks - per_host) / ranks) * parameter_bytes
 
 
-def table_bytes(shape: shapes.Training, layout: Layout) -> float:
+def table_bytes(shape: shapes.DlrmWorkload, layout: Layout) -> float:
     """The same of ids, bags and gradients of bags: one id for each sample and feature, tables whole on some rank."""
-    crossing = shape.traffic.batch_size * len(shape.traffic.rows) * (layout.hosts - 1) / layout.hosts / layout.hosts
+    crossing = shape.lookups.batch_size * len(shape.lookups.rows) * (layout.hosts - 1) / layout.hosts / layout.hosts
     return crossing * (ID_BYTES + 2 * NUMBER_BYTES * shape.dim)
 
 
@@ -55,7 +55,7 @@ def measure_hybrid(layout: Layout, options: Options) -> bool:
     """Steps of all ways in turns; whether hybrid takes as little as asked, and all send what is computed."""
     shape, all_ways = shapes.training(64 if options.quick else BATCH), hybrid_training.ways(layout)
     number = hybrid_training.num_parameters(shape)
-    print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.traffic.batch_size}; "
+    print(f"\n{layout}: DHEN of {number:,} dense parameters, global batch {shape.lookups.batch_size}; "
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
     measured = Measured()
     with (

@@ -17,7 +17,7 @@ from links.variants import Layout, Variant
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.measure.traffic import Training, make_samples
+from meseta.measure.synthetic_batches import DlrmWorkload, make_training_batches
 from meseta.models import DHEN, DHENShape
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
@@ -51,7 +51,7 @@ def ways(layout: Layout) -> list[Way]:
     ]
 
 
-def make_model(shape: Training) -> DHEN:
+def make_model(shape: DlrmWorkload) -> DHEN:
     """The same on every rank."""
     tables, features = shapes.specs(shape)
     return DHEN(
@@ -63,24 +63,24 @@ def make_model(shape: Training) -> DHEN:
     )
 
 
-def num_parameters(shape: Training) -> int:
+def num_parameters(shape: DlrmWorkload) -> int:
     """Dense ones of the model."""
     return sum(one.numel() for one in make_model(shape).parameters() if one.requires_grad)
 
 
-def build(shape: Training, all_ways: Sequence[Way]) -> list[int]:
+def build(shape: DlrmWorkload, all_ways: Sequence[Way]) -> list[int]:
     """Pipelines of these ways; of each the numbers of dense parameters that this rank keeps. Collective."""
     torch.set_num_threads(1)
     held = []
     for way in all_ways:
         pipeline = make_pipeline(shape, way)
-        training.keep(way.name, pipeline, make_samples(shape, pipeline.world.rank, pipeline.world.size))
+        training.keep(way.name, pipeline, make_training_batches(shape, pipeline.world.rank, pipeline.world.size))
         own = [p.to_local() if isinstance(p, dist.tensor.DTensor) else p for p in pipeline.model.parameters()]
         held.append(sum(one.numel() for one in own))
     return held
 
 
-def make_pipeline(shape: Training, way: Way) -> Pipeline:
+def make_pipeline(shape: DlrmWorkload, way: Way) -> Pipeline:
     """The steps of one way, which hide what a run hides, with transfers of their own."""
     world = replace(World.current(), transfers=TransferTimes())
     variant = Variant(exchange=way.exchange)

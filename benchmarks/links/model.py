@@ -16,8 +16,8 @@ from links import shapes, training
 from links.crew import Crew
 from links.timing import Options
 from links.variants import Layout, Variant
-from meseta.measure.calibrate.run import fit_link
-from meseta.measure.traffic import Training, make_samples
+from meseta.measure.calibrate.calibration import fit_link
+from meseta.measure.synthetic_batches import DlrmWorkload, make_training_batches
 from meseta.planner import documented_cost_model, predict
 from meseta.spec import CostModel, Link, Topology
 
@@ -27,7 +27,7 @@ PRODUCT = (512, 512, 256)
 
 
 def calibrated(
-    ranks: Crew, hosts: Hosts, shape: Training, layout: Layout, options: Options
+    ranks: Crew, hosts: Hosts, shape: DlrmWorkload, layout: Layout, options: Options
 ) -> tuple[CostModel, Topology]:
     """Links inside and across hosts, products of matrices and what a step takes beside its operators, measured on all
     ranks at once, since they share the processors; operators of tables and codecs as documented for one thread, times
@@ -58,12 +58,12 @@ def calibrated(
         known, exchange=exchange, dense=dense, lookup=_slower(known.lookup, crowd), update=_slower(known.update, crowd)
     )
     alone = Layout(1, 1)
-    share = shapes.training(shape.traffic.batch_size // layout.size)
+    share = shapes.training(shape.lookups.batch_size // layout.size)
     plan, load = shapes.plan(share, Variant(), alone), shapes.workload(share, Variant())
     operators_s = predict(plan, load, Topology(num_hosts=1, devices_per_host=1), model).step_s
     step_s = max(ranks.ask(time_alone, shape=share, num_steps=3 if options.quick else 9))
     model = replace(model, dense=replace(dense, call_s=max(step_s - operators_s, 0.0)))
-    print(f"  a step of {share.traffic.batch_size} samples without other ranks: {1e3 * step_s:.0f} ms, of which "
+    print(f"  a step of {share.lookups.batch_size} samples without other ranks: {1e3 * step_s:.0f} ms, of which "
           f"operators {1e3 * operators_s:.0f} ms")  # fmt: skip
     for (level, kind), link in links.items():
         print(f"  {level} {kind}: {8 * link.bytes_per_s / 1e6:.0f} Mbit/s a rank, {1e3 * link.latency_s:.2f} ms")
@@ -120,7 +120,7 @@ def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_ca
 
         def call() -> None:
             for _ in range(2):  # there and back
-                world.add_in_host(total, pieces, name)
+                world.reduce_scatter_intra_host(total, pieces, name)
 
     else:
         others = [r for r in range(world.size) if (r in mates) == (level == "inside") and r != world.rank]
@@ -140,12 +140,12 @@ def time_product(shape: tuple[int, int, int], num_rounds: int) -> float:
     return _quartile(lambda: [torch.mm(left, right) for _ in range(40)], num_rounds, lambda: None) / 40
 
 
-def time_alone(shape: Training, num_steps: int) -> float:
+def time_alone(shape: DlrmWorkload, num_steps: int) -> float:
     """On every rank, all at once: seconds of a step of a model of its own, the median."""
     from meseta.comm import World
 
     step = training.make_pipeline(shape, Layout(1, 1), Variant(), World.single())
-    samples = make_samples(shape, 0, 1)
+    samples = make_training_batches(shape, 0, 1)
     batches = iter([training.make_batch(samples[call % len(samples)]) for call in range(num_steps + 1)])
     return statistics.median(_seconds(lambda: step(next(batches)), num_steps, World.current().barrier))
 

@@ -12,7 +12,7 @@ import torch
 from paired import move_by_an_ulp
 
 from meseta.comm import World
-from meseta.config import check_document, read_document
+from meseta.config import read_config_document, validate_document
 from meseta.train.trainer import Trainer
 
 
@@ -22,7 +22,7 @@ def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     start_s = time.perf_counter()
     with contextlib.redirect_stderr(io.StringIO()):
-        trainer = Trainer(check_document(read_document(Path(config), overrides)), World.current())
+        trainer = Trainer(validate_document(read_config_document(Path(config), overrides)), World.current())
         if moved:
             move_by_an_ulp(next(iter(trainer.model.parameters())).detach().view(-1)[:1])
         summary = trainer.run()

@@ -30,11 +30,11 @@ def _ask_peer(theirs: Crew, name: str, num_steps: int) -> list[Window]:
 
 
 def measure_peer(
-    hosts: Hosts, ranks: Crew, shape: shapes.Training, layout: Layout, rate: str, options: Options
+    hosts: Hosts, ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, rate: str, options: Options
 ) -> bool:
     """One layout, over links as they are; whether ours are faster by LEAST."""
-    peers = find_peers(options.peer_python, wanted=True)
-    if "TorchRec" not in peers.found:
+    peers = find_peers(options.peer_python, enabled=True)
+    if "TorchRec" not in peers.available:
         print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
         return True
     with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as theirs:

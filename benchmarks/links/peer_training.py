@@ -13,14 +13,14 @@ from hosts.links import own_traffic
 from torch import nn
 
 from links.variants import Window
-from meseta.measure.bench.e2e_peers import LR, TorchrecTraining
+from meseta.measure.bench.e2e_peers import LR, TorchRecTraining
 
 PIPELINED = " pipelined"
 _jobs: dict[str, Any] = {}
 _calls: dict[str, int] = {}
 
 
-class CodecTraining(TorchrecTraining):
+class CodecTraining(TorchRecTraining):
     """Table-wise, with gradients of the dense part by DistributedDataParallel, as DistributedModelParallel does."""
 
     def __init__(self, shape: dict[str, Any], codec: str, *, pipelined: bool) -> None:
@@ -31,15 +31,15 @@ class CodecTraining(TorchrecTraining):
             from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
             pipeline: Any = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu"))
-            batches = map(self.batch, cycle(self.samples))
+            batches = map(self.to_batch, cycle(self.batches))
             self.actions["step"] = lambda call: pipeline.progress(batches)
 
-    def join(self) -> None:
+    def init_process_group(self) -> None:
         """Become a rank as torchrun's variables say."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
-    def place(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> None:
         """Tables whole, wherever TorchRec's planner likes; the codec both ways."""
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry

@@ -11,10 +11,10 @@ def build(shape: dict[str, Any]) -> None:
     """On every rank, in either checkout."""
     import torch
 
-    from meseta.train.bench import OursTraining
+    from meseta.train.bench import MesetaTraining
 
     torch.set_num_threads(1)
-    _step[:] = [OursTraining(shape, "sgd")]
+    _step[:] = [MesetaTraining(shape, "sgd")]
     _step[0].time("step", 0, 2)
 
 

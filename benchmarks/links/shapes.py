@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from links.variants import Layout, Variant
-from meseta.measure.bench.workloads import E2E, small
-from meseta.measure.traffic import Training
+from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
+from meseta.measure.synthetic_batches import DlrmWorkload
 from meseta.spec import Communication, FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.workload import DenseExchange, DenseLoad
 
@@ -18,14 +18,14 @@ BATCH = 4096
 LR, FILL = 0.001, 0.01
 
 
-def training(batch_size: int = BATCH) -> Training:
+def training(batch_size: int = BATCH) -> DlrmWorkload:
     """`d64` with fewer rows, and another global batch."""
-    shape = next(one for one in E2E if one.name == "d64_8k")
-    traffic = small(shape.traffic, max_rows=MAX_ROWS, max_batch=batch_size)
-    return replace(shape, traffic=replace(traffic, name="d64", batch_size=batch_size))
+    shape = next(one for one in E2E_WORKLOADS if one.name == "d64_8k")
+    traffic = shrink(shape.lookups, max_rows=MAX_ROWS, max_batch=batch_size)
+    return replace(shape, lookups=replace(traffic, name="d64", batch_size=batch_size))
 
 
-def specs(shape: Training) -> tuple[list[TableSpec], list[FeatureSpec]]:
+def specs(shape: DlrmWorkload) -> tuple[list[TableSpec], list[FeatureSpec]]:
     """Tables and the feature of each."""
     tables = [
         TableSpec(
@@ -35,12 +35,12 @@ def specs(shape: Training) -> tuple[list[TableSpec], list[FeatureSpec]]:
             init=InitSpec(kind="constant", scale=FILL),
             optimizer=OptimizerSpec(name="sgd", lr=LR),
         )
-        for f, rows in enumerate(shape.traffic.rows)
+        for f, rows in enumerate(shape.lookups.rows)
     ]
     return tables, [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
 
 
-def plan(shape: Training, variant: Variant, layout: Layout) -> Plan:
+def plan(shape: DlrmWorkload, variant: Variant, layout: Layout) -> Plan:
     """Tables in turns to hosts, and in a host to its ranks, where a table stays whole or in one host."""
     tables, _ = specs(shape)
     entries: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def communication(variant: Variant) -> Communication:
     return Communication(**chosen)
 
 
-def workload(shape: Training, variant: Variant) -> Workload:
+def workload(shape: DlrmWorkload, variant: Variant) -> Workload:
     """What the planner knows of a step."""
     tables, features = specs(shape)
     num_vectors = len(tables) + 1
@@ -80,7 +80,7 @@ def workload(shape: Training, variant: Variant) -> Workload:
     return Workload(
         tables=tuple(tables),
         features=tuple(features),
-        batch_size=shape.traffic.batch_size,
+        batch_size=shape.lookups.batch_size,
         dense=DenseLoad(
             flops_per_sample=6.0 * (products + pairs), parameter_bytes=4 * (products + sum(b for _, b in layers))
         ),

@@ -83,7 +83,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
         print(f"steps: meseta.shard takes no codecs here, so that these are left out: {', '.join(left_out)}")
         chosen = [one for one in chosen if one.precision == "fp32"]
     shape, good = shapes.training(512 if options.quick else shapes.BATCH), True
-    print(f"\n{layout}: DLRM d64, tables of at most {shapes.MAX_ROWS:,} rows, global batch {shape.traffic.batch_size}; "
+    print(f"\n{layout}: DLRM d64, tables of at most {shapes.MAX_ROWS:,} rows, global batch {shape.lookups.batch_size}; "
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
@@ -108,7 +108,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
 
 
 def _build_and_time(
-    ranks: Crew, shape: shapes.Training, layout: Layout, chosen: Sequence[Variant], options: Options, into: Measured
+    ranks: Crew, shape: shapes.DlrmWorkload, layout: Layout, chosen: Sequence[Variant], options: Options, into: Measured
 ) -> None:
     ranks.ask(training.build, shape=shape, layout=layout, variants=list(chosen))
     in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)
@@ -143,14 +143,14 @@ def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: 
 
 
 def _predicted_s(
-    shape: shapes.Training, layout: Layout, variant: Variant, calibrated: tuple[CostModel, Topology]
+    shape: shapes.DlrmWorkload, layout: Layout, variant: Variant, calibrated: tuple[CostModel, Topology]
 ) -> float:
     plan, workload = shapes.plan(shape, variant, layout), shapes.workload(shape, variant)
     return predict(plan, workload, calibrated[1], calibrated[0]).step_s
 
 
 def _tell_auto(
-    shape: shapes.Training,
+    shape: shapes.DlrmWorkload,
     layout: Layout,
     calibrated: tuple[CostModel, Topology],
     measured: Measured,
@@ -180,7 +180,7 @@ def _tell_auto(
 
 
 def _tell_predicted(
-    shape: shapes.Training,
+    shape: shapes.DlrmWorkload,
     layout: Layout,
     rate: str,
     calibrated: tuple[CostModel, Topology],

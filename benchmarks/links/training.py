@@ -22,14 +22,14 @@ from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import Pipeline, Step
+from meseta.pipeline import Pipeline, StepResult
 from meseta.telemetry.transfers import TransferTimes
 
 _pipelines: dict[str, Pipeline] = {}
-_steps: dict[str, Iterator[Step]] = {}
+_steps: dict[str, Iterator[StepResult]] = {}
 NOTHING = LinkTraffic(0, 0, 0, 0, 0)
 
 
@@ -38,17 +38,17 @@ def takes_codecs() -> bool:
     return "comm" in inspect.signature(shard).parameters
 
 
-def build(shape: Training, layout: Layout, variants: Sequence[Variant]) -> None:
+def build(shape: DlrmWorkload, layout: Layout, variants: Sequence[Variant]) -> None:
     """Models of these variants, beside those that are there. Collective."""
     torch.set_num_threads(1)
     world = World.current()
-    samples = make_samples(shape, world.rank, world.size)
+    samples = make_training_batches(shape, world.rank, world.size)
     for variant in variants:
         if variant.name not in _steps:
             keep(variant.name, make_pipeline(shape, layout, variant, world), samples)
 
 
-def keep(name: str, pipeline: Pipeline, samples: Sequence[Samples]) -> None:
+def keep(name: str, pipeline: Pipeline, samples: Sequence[TrainingBatch]) -> None:
     """A pipeline of which `window` times steps, of these samples in turns."""
     _pipelines[name] = pipeline
     _steps[name] = pipeline.steps(map(make_batch, cycle(samples)))
@@ -64,7 +64,7 @@ def forget(names: Sequence[str]) -> None:
     gc.collect()
 
 
-def make_pipeline(shape: Training, layout: Layout, variant: Variant, world: World) -> Pipeline:
+def make_pipeline(shape: DlrmWorkload, layout: Layout, variant: Variant, world: World) -> Pipeline:
     """The steps of one variant, with transfers of their own."""
     tables, features = shapes.specs(shape)
     model = DLRM(
@@ -74,14 +74,14 @@ def make_pipeline(shape: Training, layout: Layout, variant: Variant, world: Worl
         top_mlp=shape.top_mlp,
     )
     path = cast(Any, variant.sum_path)
-    world = replace(world, per_host=layout.per_host, sum_path=path, transfers=TransferTimes())
+    world = replace(world, plan_ranks_per_host=layout.per_host, sum_algorithm=path, transfers=TransferTimes())
     more: dict[str, Any] = {"comm": shapes.communication(variant)} if takes_codecs() else {}
     model = shard(model, shapes.plan(shape, variant, layout), world=world, **more)
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=shapes.LR), model.parameters())
     pipeline = Pipeline(
         cast(Any, model), optimizer, world, accumulate_steps=variant.accumulate_steps, overlap=variant.overlap
     )
-    pipeline.stale = variant.stale
+    pipeline.uses_stale_embeddings = variant.stale
     return pipeline
 
 
@@ -89,20 +89,20 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
     """Steps of one variant, between barriers of all ranks; `counted`: on hosts that have a link."""
     pipeline, steps = _pipelines[name], _steps[name]
     world, transfers = pipeline.world, pipeline.world.transfers
-    transfers.take()
-    pipeline.times.take()
+    transfers.pop_means()
+    pipeline.stage_times.pop_means()
     world.barrier()
     before, busy_s = own_traffic() if counted else NOTHING, time.process_time()
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(num_steps):
         next(steps)
-    pipeline.settle()
+    pipeline.synchronize()
     world.barrier()
     seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
     sent = (own_traffic() if counted else NOTHING).since(before)
     world.barrier()
-    means = transfers.take()
+    means = transfers.pop_means()
     return Window(
         num_steps=num_steps,
         seconds=seconds,
@@ -112,7 +112,7 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         resent_packets=sent.resent_packets,
         across={key: one.across_bytes for key, one in means.items()},
         waits={key: one.waited_s for key, one in means.items()},
-        stages=pipeline.times.take(),
+        stages=pipeline.stage_times.pop_means(),
     )
 
 
@@ -124,12 +124,12 @@ def time_before(name: str, num_calls: int) -> float:
     for _ in range(num_calls):
         pipeline.world.barrier()
         start_s = time.perf_counter()
-        model.before(pipeline.batch.dense)
+        model.forward_dense(pipeline.batch.dense)
         times.append(time.perf_counter() - start_s)
     return statistics.median(times)
 
 
-def make_batch(samples: Samples) -> Batch:
+def make_batch(samples: TrainingBatch) -> Batch:
     """As the reader gives it: the KeyedJaggedTensor is new in every step."""
     num_features, batch_size, bag_size = samples.ids.shape
     sparse = KeyedJaggedTensor(

@@ -18,7 +18,7 @@ from tiers.stores_part import memory_group
 
 from memory.measured import peaks_of
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.spec.tiers import INDEX_BYTES
+from meseta.spec.tiers import ROW_INDEX_BYTES
 
 WIDTH, ROW_BYTES, BATCH_SIZE, NUM_SAMPLES, STEPS = 64, 260, 2048, 150_000, 10
 NEAR_BYTES = 200_000_000
@@ -61,7 +61,7 @@ class Run:
     @property
     def table_bytes(self) -> int:
         """Memory of the table that an operation holds as training does."""
-        far = INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
+        far = ROW_INDEX_BYTES * self.num_rows if self.tier == "disk" else int(self.gigabytes * 1e9)
         return far + (NEAR_BYTES if self.tier != "hbm" else 0)
 
 

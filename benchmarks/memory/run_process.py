@@ -18,7 +18,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.storage import ROW
-from meseta.train.outside.importing import import_model
+from meseta.train.interop.importing import import_model
 from meseta.train.trainer import Trainer
 
 FEW_STEP, NUM_FEW = 800_000, 10
@@ -49,7 +49,7 @@ def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
     def marked_save() -> None:
         nonlocal is_first
         for shard in shards:
-            shard.in_order().end_reading()  # rows that were trained go to their tier, as they would sooner or later
+            shard.sequential_view().close()  # rows that were trained go to their tier, as they would sooner or later
             if not is_first:
                 mark(shard.marks, "all" if trainer.step == trainer.num_steps else "few")
         is_first = False
@@ -62,7 +62,7 @@ def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
         """Before the first save it is all training."""
         if phases.phase != "save":
             return
-        thread = trainer.saver._background._thread
+        thread = trainer.checkpoint_manager._background_saver._thread
         if thread is None or not thread.is_alive():
             phases.phase = "after"
 
@@ -74,22 +74,22 @@ def train(config: RunConfig, phases: PhaseFile, *, saves: bool = True) -> None:
         wait_for_save()
         phases.phase = "after" if saves else "training"
 
-    run_step, wait_for_save = trainer._run_step, trainer.saver.wait
-    trainer._save, trainer._run_step, trainer.saver.wait = marked_save, step, wait  # type: ignore[method-assign]
+    run_step, wait_for_save = trainer._run_step, trainer.checkpoint_manager.wait
+    trainer._save, trainer._run_step, trainer.checkpoint_manager.wait = marked_save, step, wait  # type: ignore[method-assign]
     trainer.run()
     phases.phase = "end"
 
 
 def start_from(model: Path, config: RunConfig, phases: PhaseFile) -> None:
     """Import."""
-    begin_with = Trainer.begin_with
+    begin_with = Trainer.save_initial_checkpoint
 
     def begin(self: Trainer, fill: Any) -> Any:
         self.model.embeddings.shards  # noqa: B018  (rows in memory are made at their first use)
         phases.phase = "import"
         return begin_with(self, fill)
 
-    Trainer.begin_with = begin  # type: ignore[method-assign]
+    Trainer.save_initial_checkpoint = begin  # type: ignore[method-assign]
     import_model(model, "torch", config)
     phases.phase = "end"
 

@@ -49,7 +49,7 @@ class Lives:
 
     def __init__(self) -> None:
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["meseta.cli.main", "meseta.cli.preloaded", "torch._dynamo"])
+        self._context.set_forkserver_preload(["meseta.cli.main", "meseta.cli.preload", "torch._dynamo"])
         self._running: set[BaseProcess] = set()
         self._over = False
         self._lock = threading.Lock()
@@ -101,14 +101,14 @@ def live(life: Life) -> None:
 def forecast(run_dir: Path, log: Path, out: Path, asked: Mapping[str, Forecast]) -> None:
     """Write by what part NE is expected to rise, by name, as JSON."""
     _begin(log)
-    from meseta.checkpoint.files import codes
-    from meseta.train.advise.measure import advise_run
+    from meseta.checkpoint.files import quantization
+    from meseta.train.advise.measure import open_advisor
 
     found: dict[str, Any] = {}
-    adaptive = codes.quantize_rows
+    adaptive = quantization.quantize_rows
     for name, one in asked.items():
-        with advise_run(run_dir, one.restores) as advisor:
-            codes.quantize_rows = adaptive
+        with open_advisor(run_dir, one.restores) as advisor:
+            quantization.quantize_rows = adaptive
             if not one.adaptive:
                 _take_whole_ranges()
             found[name] = advisor.ne_loss(dict.fromkeys(advisor.tables, one.bits))  # type: ignore[arg-type]
@@ -132,16 +132,16 @@ def _begin(log: Path) -> None:
 
 
 def _die_after(last_step: int) -> None:
-    from meseta.train.saving import Saver
+    from meseta.train.saving import CheckpointManager
 
-    save = Saver.save
+    save = CheckpointManager.save
 
-    def save_and_die(self: Saver, step: int, *arguments: Any, **options: Any) -> None:
+    def save_and_die(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> None:
         save(self, step, *arguments, **options)
         if step == last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Saver.save = save_and_die  # type: ignore[method-assign]
+    CheckpointManager.save = save_and_die  # type: ignore[method-assign]
 
 
 def _move_at_restores() -> None:
@@ -167,11 +167,11 @@ def _move_at_restores() -> None:
 
 def _take_whole_ranges() -> None:
     """Codes from the smallest to the largest value of a row."""
-    from meseta.checkpoint.files import codes
+    from meseta.checkpoint.files import quantization
 
-    quantize = codes.quantize_rows
+    quantize = quantization.quantize_rows
 
     def quantize_whole_range(rows: Any, form: Any, *, adaptive: bool) -> Any:
         return quantize(rows, form, adaptive=False)
 
-    codes.quantize_rows = quantize_whole_range  # type: ignore[assignment]
+    quantization.quantize_rows = quantize_whole_range  # type: ignore[assignment]

@@ -65,9 +65,9 @@ class BareLoop:
 
     def turn(self, way: tuple[str, int], num_reads: int, seed: int, *, copies: bool = False) -> Turn:
         """Read as many entries at random; by a ring, which `copies` each record to its place."""
-        block = self.file.engine.facts.block_bytes
+        block = self.file.engine.info.block_bytes
         entry, group, entries, segment, in_segment, _ = core().row_layout(self.file.record_bytes, block, 256 << 10)
-        total = self.file.num_present // in_segment * in_segment
+        total = self.file.num_written_rows // in_segment * in_segment
         copied = self.file.record_bytes if copies else 0
         numbers = (way[1], num_reads, seed, total, segment, in_segment, group, entries, entry, block, copied)
         command = [str(self.program), self.file.path, way[0], *map(str, numbers)]
@@ -102,7 +102,7 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
     ours: list[Turn] = []
     bare: list[Turn] = []
     copying: list[Turn] = []
-    best = ("ring" if options.engine != "threads" else "threads", file.engine.depth)
+    best = ("ring" if options.engine != "threads" else "threads", file.engine.queue_depth)
     for number in range(options.passes):
         if number % 2:
             ours.append(engine_turn(file, options.num_reads, number))
@@ -118,9 +118,9 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
     rate, limit = (statistics.median(turn.reads_per_s for turn in turns[1:]) for turns in (ours, bare))
     spent_s, bare_s = (statistics.median(turn.processor_s for turn in turns[1:]) for turns in (ours, bare))
     counters = file.counters
-    case = f"{file.record_bytes} bytes, {options.gigabytes:g} GB, {file.engine.facts.engine}"
+    case = f"{file.record_bytes} bytes, {options.gigabytes:g} GB, {file.engine.info.engine}"
     peer = f"bare loop, {best[0]} {best[1]}, passes 2-{options.passes}"
-    print(f"  {counters.read_bytes / counters.rows_read:,.0f} bytes read per row")
+    print(f"  {counters.read_bytes / counters.num_rows_read:,.0f} bytes read per row")
     if options.keep:
         record("tiers", case, "reads", rate, "reads/s", peer=peer, peer_value=limit)
         record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=bare_s * 1e6)
@@ -145,7 +145,7 @@ def measure_engine(options: EngineOptions) -> bool:
     """All widths; whether each reaches what it must."""
     good = True
     engine = DiskEngine(options.folder, options.engine)
-    print(engine.facts.text)
+    print(engine.info.summary)
     with tempfile.TemporaryDirectory() as folder:
         program = compile_loop(Path(folder))
         for width in options.widths:

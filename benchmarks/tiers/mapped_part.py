@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from record import record
 
-from meseta.measure.bench.workloads import E2E
-from meseta.measure.traffic import Training
+from meseta.measure.bench.workloads import E2E_WORKLOADS
+from meseta.measure.synthetic_batches import DlrmWorkload
 from tiers.mapped_process import MappedOptions
 from tiers.stores_part import can_limit_memory, memory_group, run_module
 from tiers.train_part import WARM_STEPS, Trained, TrainOptions, lr_of, share_of
@@ -24,14 +24,14 @@ def measure_mapped(options: TrainOptions) -> bool:
     if not can_limit_memory(1 << 30):
         return True
     good = True
-    for training in (training for training in E2E if training.name in options.names):
+    for training in (training for training in E2E_WORKLOADS if training.name in options.names):
         good &= _measure(training, options)
     return good
 
 
-def _measure(training: Training, options: TrainOptions) -> bool:
+def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     near_bytes, ours = _measure_ours(training, options)
-    one_row = replace(training, traffic=replace(training.traffic, rows=(1,) * len(training.traffic.rows)))
+    one_row = replace(training, lookups=replace(training.lookups, rows=(1,) * len(training.lookups.rows)))
     beside, _ = _measure_theirs(one_row, options, None)  # what the process takes beside rows
     limit = beside + near_bytes
     _, theirs = _measure_theirs(training, options, limit)
@@ -47,17 +47,17 @@ def _measure(training: Training, options: TrainOptions) -> bool:
     return ours >= LEAST * theirs
 
 
-def _measure_ours(training: Training, options: TrainOptions) -> tuple[int, float]:
+def _measure_ours(training: DlrmWorkload, options: TrainOptions) -> tuple[int, float]:
     """Bytes of memory that rows take, and samples a second."""
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
     tiered.turn(WARM_STEPS)
     step_s = statistics.median(tiered.turn(options.num_steps).seconds for _ in range(options.num_turns))
-    return tiered.near_bytes(), training.traffic.batch_size / step_s
+    return tiered.near_bytes(), training.lookups.batch_size / step_s
 
 
-def _measure_theirs(training: Training, options: TrainOptions, limit: int | None) -> tuple[int, float]:
+def _measure_theirs(training: DlrmWorkload, options: TrainOptions, limit: int | None) -> tuple[int, float]:
     """Peak bytes of memory, and samples a second."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         told = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
@@ -72,4 +72,4 @@ def _run(options: MappedOptions) -> tuple[int, float]:
     if done.returncode != 0:
         raise RuntimeError(f"plain PyTorch failed with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
     figures = json.loads(done.stdout.strip().splitlines()[-1])
-    return int(figures["peak_bytes"]), options.training.traffic.batch_size / figures["step_s"]
+    return int(figures["peak_bytes"]), options.training.lookups.batch_size / figures["step_s"]

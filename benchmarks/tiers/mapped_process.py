@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.measure.bench.e2e_peers import PlainDLRM
-from meseta.measure.traffic import Training, make_batches
+from meseta.measure.synthetic_batches import DlrmWorkload, make_id_batches
 from tiers.map_file import open_map, write_map
 from tiers.process_memory import memory_bytes
 
@@ -28,7 +28,7 @@ WARM_BATCHES, MADE_AT_ONCE = 50, 1 << 18
 class MappedOptions:
     """What to train."""
 
-    training: Training
+    training: DlrmWorkload
     folder: str
     """Of the mapped files."""
     group: str | None
@@ -42,7 +42,7 @@ class MappedOptions:
     def from_json(text: str) -> MappedOptions:
         """The inverse of `to_json`."""
         document: dict[str, Any] = json.loads(text)
-        return MappedOptions(**{**document, "training": Training.from_json(document["training"])})
+        return MappedOptions(**{**document, "training": DlrmWorkload.from_json(document["training"])})
 
     def to_json(self) -> str:
         """For the command line of the process."""
@@ -54,7 +54,7 @@ class MappedTables:
 
     def __init__(self, options: MappedOptions) -> None:
         self._lr = options.lr
-        traffic, folder = options.training.traffic, Path(options.folder)
+        traffic, folder = options.training.lookups, Path(options.folder)
         self.weights: list[Tensor] = []
         self.sums: list[Tensor] = []
         for f, (rows, dim) in enumerate(zip(traffic.rows, traffic.dims, strict=True)):
@@ -102,9 +102,9 @@ def main() -> None:
     if options.group is not None:
         Path(options.group, "cgroup.procs").write_text(str(os.getpid()))
     training = options.training
-    traffic = training.traffic
+    traffic = training.lookups
     tables = MappedTables(options)
-    model = PlainDLRM(replace(training, traffic=replace(traffic, rows=(1,) * len(traffic.rows))))
+    model = PlainDLRM(replace(training, lookups=replace(traffic, rows=(1,) * len(traffic.rows))))
     for f, weight in enumerate(tables.weights):
         model.tables[f] = Bags(weight)
     layers = [*model.bottom.parameters(), *model.top.parameters()]
@@ -112,12 +112,12 @@ def main() -> None:
     shape, start_s = (len(traffic.rows), traffic.batch_size, traffic.bag_size), time.perf_counter()
     number = 0
     while time.perf_counter() - start_s < options.warm_s:
-        for ids in make_batches(traffic, WARM_BATCHES, 1_000_000 + number):
+        for ids in make_id_batches(traffic, WARM_BATCHES, 1_000_000 + number):
             for weight, of_table in zip(tables.weights, torch.from_numpy(ids.ids).view(shape), strict=True):
                 nn.functional.embedding_bag(of_table, weight.detach())
         number += 1
     random, seconds = np.random.default_rng(10), []
-    for ids in make_batches(traffic, options.num_steps, 11):
+    for ids in make_id_batches(traffic, options.num_steps, 11):
         dense = torch.from_numpy(random.standard_normal((traffic.batch_size, training.num_dense), dtype=np.float32))
         label = torch.from_numpy((random.random(traffic.batch_size) < 0.25).astype(np.float32))
         start_s = time.perf_counter()

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from record import record
 
 from meseta.data.synth import CARDINALITIES
-from meseta.measure.traffic import scatter, zipf_ids
-from meseta.ops.row_cache import RowCache, far_memory, pin_rows
+from meseta.measure.synthetic_batches import permute_rows, zipf_ids
+from meseta.ops.row_cache import RowCache, memory_backing_store, pin_rows
 
 Ids = NDArray[np.int64]
 Score = Callable[[NDArray[np.float64], Ids, int], None]
@@ -41,7 +41,7 @@ def batches_of(kind: str, num_rows: int, num_batches: int, seed: int = 3) -> lis
     random, batches = np.random.default_rng(seed), []
     for number in range(num_batches):
         share = {"still": 0.0, "moving": 0.2 * number / num_batches, "replaced": number * 10 // num_batches / 10}[kind]
-        shift = scatter(np.array([int(share * num_rows)]), num_rows)
+        shift = permute_rows(np.array([int(share * num_rows)]), num_rows)
         batches.append((zipf_ids(random, BATCH_SIZE, num_rows) + shift) % num_rows)
     return batches
 
@@ -61,17 +61,17 @@ def with_evaluations(trained: list[Ids], evaluated: list[Ids]) -> tuple[list[Ids
 def near_misses(batches: list[Ids], num_rows: int, is_read: NDArray[np.bool_] | None = None) -> int:
     """Of training, by our own. Batches that `is_read` names are of an evaluation. The first touch of a row counts no
     miss here and below."""
-    far = far_memory(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
+    far = memory_backing_store(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
     cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, far)
     is_known, misses = np.zeros(num_rows, np.bool_), 0
     for number, ids in enumerate(batches):
         to_read = is_read is not None and bool(is_read[number])
-        pinned = pin_rows([cache], [(0, torch.from_numpy(ids))], to_read=to_read)
+        pinned = pin_rows([cache], [(0, torch.from_numpy(ids))], read_only=to_read)
         pinned.wait()
         if not to_read:
-            misses += int(is_known[pinned.moved(0).rows.numpy()].sum())
+            misses += int(is_known[pinned.moves(0).fetched_rows.numpy()].sum())
             is_known[ids] = True
-        pinned.end()
+        pinned.unpin()
     return misses
 
 

@@ -15,14 +15,22 @@ import torch
 from numpy.typing import NDArray
 from record import record
 
-from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
+from meseta import (
+    EmbeddingBagCollection,
+    FeatureSpec,
+    KeyedJaggedTensor,
+    OptimizerSpec,
+    Plan,
+    TableSpec,
+    ahead,
+)
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.measure.calibrate.disks import measure_disk
 from meseta.planner import documented_cost_model, predict
 from meseta.planner.cost.memory import RunBytes
-from meseta.planner.search.near_rows import share_near_rows
+from meseta.planner.search.cache_allocation import allocate_cache_rows
 from meseta.spec import CostModel, FeatureLoad, MesetaError, Topology, Workload
-from meseta.spec.tiers import FAR_TIERS, StorageOptions, Tier
+from meseta.spec.tiers import OFFLOADED_TIERS, StorageOptions, Tier
 from meseta.storage import TieredShard
 
 Ids = NDArray[np.int64]
@@ -75,11 +83,11 @@ class RandomTask:
         self.features = tuple(FeatureSpec(name=table.name, table=table.name) for table in self.tables)
         self._ends = [self._law(size) for size in rows]
         self._rows = [self.random.permutation(size) for size in rows]
-        tiers: Sequence[Tier] = [*FAR_TIERS, *self.random.choice(["hbm", *FAR_TIERS], count - 2)]
+        tiers: Sequence[Tier] = [*OFFLOADED_TIERS, *self.random.choice(["hbm", *OFFLOADED_TIERS], count - 2)]
         self.places: dict[str, dict[str, Any]] = {}
         for table, tier in zip(self.tables, tiers, strict=True):
             place: dict[str, Any] = {"sharding": "table_wise", "tier": str(tier)}
-            if tier in FAR_TIERS:
+            if tier in OFFLOADED_TIERS:
                 place["near_rows"] = int(self.random.choice([0.1, 0.2, 0.4]) * table.num_embeddings)
             self.places[table.name] = place
 
@@ -129,7 +137,7 @@ class TrainedTask:
 
     def __init__(self, task: RandomTask, plan: Plan, options: StorageOptions) -> None:
         self.made = EmbeddingBagCollection(task.tables, task.features, seed=1)
-        self.made.place(plan, options)
+        self.made.apply_plan(plan, options)
         self.far = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
         for shard in self.far:
             rows = shard.read(0, shard.shard.num_rows)
@@ -174,7 +182,7 @@ def measure_steps(task: RandomTask, plans: Sequence[Plan], options: StorageOptio
 
 def warm_steps(task: RandomTask, plan: Plan) -> int:
     """Until slots are full, about."""
-    near = [entry.shards[0].near_rows or 0 for entry in plan.tables]
+    near = [entry.shards[0].cache_rows or 0 for entry in plan.tables]
     ids = [task.batch_size * pooling for pooling in task.pooling]
     return int(min(max(WARM * 12 * count / of_batch for count, of_batch in zip(near, ids, strict=True)) + 20, 800))
 
@@ -201,7 +209,7 @@ def measure_predictions(options: PredictOptions) -> bool:
         (resident_s, _), (step_s, missed) = measure_steps(task, [task.plan(resident=True), plan], storage)
         # What a step has beside tiers is measured, with resident tables: what tiers add is predicted.
         told_s = max(resident_s + busy.step_s - bare.step_s, float(found.disk_s[0]))
-        told = sum(found.misses.values())
+        told = sum(found.cache_misses.values())
         errors["misses"].append(told / missed - 1.0)
         errors["step"].append(told_s / step_s - 1.0)
         print(
@@ -229,8 +237,8 @@ def measure_advice(options: PredictOptions, model: CostModel) -> bool:
     whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
     plans = {}
     for size in (None, *(int(share * whole) for share in TRIED)):
-        storage = StorageOptions(dir=options.folder, near_bytes=size)
-        plan = share_near_rows(given, workload, Topology(), model, RunBytes(storage=storage))
+        storage = StorageOptions(dir=options.folder, cache_bytes=size)
+        plan = allocate_cache_rows(given, workload, Topology(), model, RunBytes(storage=storage))
         name = "advised" if size is None else f"{size / whole:.0%}"
         try:
             TrainedTask(task, plan, storage).warm(1)

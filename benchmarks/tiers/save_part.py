@@ -21,9 +21,9 @@ from torch import nn
 
 import meseta
 from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, checkpoint
-from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
-from meseta.measure.traffic import zipf_ids
+from meseta.measure.synthetic_batches import zipf_ids
 from meseta.spec.tiers import StorageOptions
 from tiers.process_memory import memory_bytes, reset_peak
 
@@ -94,7 +94,9 @@ def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
     made = EmbeddingBagCollection([spec], features, seed=0)
     near_rows = int(NEAR_SHARE * options.num_rows)
     entry = {"sharding": "table_wise", "tier": "disk", "near_rows": near_rows}
-    made.place(Plan.from_dict({"tables": {"item": entry}}, made.tables, 1), StorageOptions(dir=options.folder / "rows"))
+    made.apply_plan(
+        Plan.from_dict({"tables": {"item": entry}}, made.tables, 1), StorageOptions(dir=options.folder / "rows")
+    )
     return made
 
 
@@ -103,8 +105,8 @@ def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
     far: Any = made.shards[0]
     records = torch.randint(0, 120, (WRITTEN_AT_ONCE, ROW_BYTES), dtype=torch.uint8)
     for rows in torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).split(WRITTEN_AT_ONCE):
-        far.far.write(rows, records[: len(rows)])
-    far.far.flush()
+        far.backing_store.write(rows, records[: len(rows)])
+    far.backing_store.flush()
 
 
 def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:
@@ -170,11 +172,11 @@ def beside(
 ) -> tuple[float, float, float]:
     """Steps a second without and with saves beside them, and bytes a second of those saves."""
     model, size = PooledModel(made), options.num_rows * ROW_BYTES
-    rate = None if max_bytes_per_s is None else checkpoint.WriteRate(max_bytes_per_s)
+    rate = None if max_bytes_per_s is None else checkpoint.WriteRateLimiter(max_bytes_per_s)
     optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
     steps = meseta.ahead(batches(options.num_rows), model)
 
-    def train(seconds: float, background: BackgroundSave | None = None) -> tuple[float, float]:
+    def train(seconds: float, background: BackgroundSaver | None = None) -> tuple[float, float]:
         """Steps a second, and saves that were ended a second."""
         num_steps = num_saves = 0
         is_saved = threading.Event()
@@ -190,11 +192,11 @@ def beside(
                     "step": 1,
                     "plan": made.plan,
                     "state": {},
-                    "options": checkpoint.SaveOptions(rate=rate),
+                    "options": checkpoint.SaveOptions(rate_limiter=rate),
                 }
                 # Each save replaces the one before.
                 background.start(
-                    options.folder / "saved", shards=made.shards, dense={}, then=lambda _: is_saved.set(), **known
+                    options.folder / "saved", shards=made.shards, dense={}, on_saved=lambda _: is_saved.set(), **known
                 )
             loss = model(next(steps).sparse).square().mean()
             optimizer.zero_grad()
@@ -205,7 +207,7 @@ def beside(
 
     train(options.seconds)  # until the rows that come often lie near
     without, _ = train(options.seconds)
-    background = BackgroundSave(World.single())
+    background = BackgroundSaver(World.single())
     saving, saves_per_s = train(options.seconds, background)
     background.wait()
     after, _ = train(options.seconds)

@@ -16,9 +16,9 @@ from record import record
 from meseta import Plan
 from meseta.comm import World
 from meseta.data import Batch
-from meseta.measure.bench.workloads import E2E
-from meseta.measure.traffic import Samples, Training, make_batches
-from meseta.pipeline.pipeline import Step
+from meseta.measure.bench.workloads import E2E_WORKLOADS
+from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_id_batches
+from meseta.pipeline.pipeline import StepResult
 from meseta.spec import InitSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import Lease, TieredShard
@@ -47,19 +47,19 @@ class TrainOptions:
     num_turns: int
     keep: bool
 
-    def storage(self, training: Training) -> StorageOptions:
+    def storage(self, training: DlrmWorkload) -> StorageOptions:
         """A disk, and the share of all bytes that lies near."""
         row_bytes = 4 * training.dim + 4
-        near_bytes = int(share_of(training) * row_bytes * sum(training.traffic.rows))
-        return StorageOptions(dir=self.folder, near_bytes=near_bytes)
+        near_bytes = int(share_of(training) * row_bytes * sum(training.lookups.rows))
+        return StorageOptions(dir=self.folder, cache_bytes=near_bytes)
 
 
-def lr_of(training: Training) -> float:
+def lr_of(training: DlrmWorkload) -> float:
     """Small where sums of long bags make large steps."""
-    return 0.05 if training.traffic.bag_size == 1 else 0.001
+    return 0.05 if training.lookups.bag_size == 1 else 0.001
 
 
-def share_of(training: Training) -> float:
+def share_of(training: DlrmWorkload) -> float:
     """Of all bytes that lie near."""
     return SHARES.get(training.name, 0.2)
 
@@ -76,29 +76,29 @@ class Turn:
 class Trained:
     """A model that trains on batches that never come again."""
 
-    def __init__(self, training: Training, storage: StorageOptions | None, seed: int) -> None:
+    def __init__(self, training: DlrmWorkload, storage: StorageOptions | None, seed: int) -> None:
         """With `storage` all tables lie on its disk."""
         self.training, self._seed = training, seed
         model = make_model(training, OPTIMIZER, "float32", lr_of(training), InitSpec(kind="uniform", scale=0.01))
-        entries = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.traffic.rows))}
+        entries = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.lookups.rows))}
         plan = Plan.from_dict({"tables": entries}, model.embeddings.tables, 1) if storage else None
         self.pipeline = make_pipeline(model, lr_of(training), World.single(), plan, storage)
         self.embeddings = self.pipeline.model.embeddings
         self.far = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._batches: list[Batch] = []
-        self._steps: Iterator[Step] = self.pipeline.steps(iter(self._batches.pop, None))
+        self._steps: Iterator[StepResult] = self.pipeline.steps(iter(self._batches.pop, None))
 
     def prepare(self, num_steps: int) -> None:
         """Make batches for so many steps more; as many as are read ahead stay."""
         self._seed += 1
         random = np.random.default_rng(self._seed)
-        traffic = self.training.traffic
+        traffic = self.training.lookups
         made = []
-        for ids in make_batches(traffic, num_steps + self.embeddings.lookahead - len(self._batches), self._seed):
+        for ids in make_id_batches(traffic, num_steps + self.embeddings.lookahead - len(self._batches), self._seed):
             dense = random.standard_normal((traffic.batch_size, self.training.num_dense), dtype=np.float32)
             label = (random.random(traffic.batch_size) < 0.25).astype(np.float32)
             shape = len(traffic.rows), traffic.batch_size, traffic.bag_size
-            made.append(make_batch(Samples(dense=dense, ids=ids.ids.reshape(shape), label=label)))
+            made.append(make_batch(TrainingBatch(dense=dense, ids=ids.ids.reshape(shape), label=label)))
         self._batches += made
 
     def turn(self, num_steps: int) -> Turn:
@@ -108,7 +108,7 @@ class Trained:
         for _ in islice(self._steps, num_steps):
             pass
         seconds = (time.perf_counter() - start_s) / num_steps
-        return Turn(seconds, (self._traffic() - before).times(1 / num_steps))
+        return Turn(seconds, (self._traffic() - before).scaled(1 / num_steps))
 
     def _traffic(self) -> RowTraffic:
         return sum(self.embeddings.row_traffic.values(), RowTraffic())
@@ -116,7 +116,7 @@ class Trained:
     def write_all(self) -> None:
         """Every row lies on the disk from now on."""
         row_bytes = 4 * self.training.dim + 4
-        print(f"{self.training.name}: writing {row_bytes * sum(self.training.traffic.rows) / 1e9:.1f} GB", flush=True)
+        print(f"{self.training.name}: writing {row_bytes * sum(self.training.lookups.rows) / 1e9:.1f} GB", flush=True)
         for shard in self.far:
             for first in range(0, shard.shard.num_rows, 1 << 18):
                 stop = min(first + (1 << 18), shard.shard.num_rows)
@@ -124,26 +124,26 @@ class Trained:
 
     def fill(self, num_samples: int) -> None:
         """Ask for the rows of so many samples, so that slots hold what is asked for often."""
-        size = self.training.traffic.batch_size
+        size = self.training.lookups.batch_size
         num_batches = num_samples // size
         for first in range(0, num_batches, 50):
-            for ids in make_batches(self.training.traffic, min(50, num_batches - first), 1_000_000 + first // 50):
+            for ids in make_id_batches(self.training.lookups, min(50, num_batches - first), 1_000_000 + first // 50):
                 each = torch.from_numpy(ids.ids).view(len(self.far), -1)
                 lease = Lease(self.embeddings.shards, list(enumerate(each)))
                 lease.wait()
-                lease.end()
+                lease.release()
 
     def read_alone(self, seed: int) -> tuple[float, float]:
         """(rows a second, processor seconds of a row) of random reads of the largest table's file, 16 k at once, two
         requests under way."""
         shard = max(self.far, key=lambda shard: shard.shard.num_rows)
         random, size = np.random.default_rng(seed), 1 << 14
-        outs = [torch.empty(size, shard.far.record_bytes, dtype=torch.uint8) for _ in range(2)]
+        outs = [torch.empty(size, shard.backing_store.record_bytes, dtype=torch.uint8) for _ in range(2)]
         each = [torch.from_numpy(random.integers(0, shard.shard.num_rows, size)) for _ in range(READS // size)]
         start_s, processor_s = time.perf_counter(), time.process_time()
         before = None
         for number, rows in enumerate(each):
-            reading = shard.far.read(rows, outs[number % 2])
+            reading = shard.backing_store.read(rows, outs[number % 2])
             if before is not None:
                 before.wait()
             before = reading
@@ -154,9 +154,11 @@ class Trained:
 
     def near_bytes(self) -> int:
         """All memory that rows near and far take: rows, states, marks, index and buffers."""
-        engines = {shard.far.engine for shard in self.far}
+        engines = {shard.backing_store.engine for shard in self.far}
         near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
-        beside = sum(shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.far.num_bytes() for shard in self.far)
+        beside = sum(
+            shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.backing_store.num_bytes() for shard in self.far
+        )
         return near + beside + sum(engine.num_bytes() for engine in engines)
 
 
@@ -164,19 +166,19 @@ def measure_training(options: TrainOptions) -> bool:
     """Whether all steps are within their bounds."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
-    for training in (training for training in E2E if training.name in options.names):
+    for training in (training for training in E2E_WORKLOADS if training.name in options.names):
         good &= _measure(training, options)
     return good
 
 
-def _measure(training: Training, options: TrainOptions) -> bool:
+def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     threads, limit = torch.get_num_threads(), options.max_reads_per_s
     share = share_of(training)
     resident = Trained(training, None, seed=10)
     tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
-    for engine in {shard.far.engine for shard in tiered.far} if limit else ():
+    for engine in {shard.backing_store.engine for shard in tiered.far} if limit else ():
         engine.max_reads_per_s = limit
     for one in (resident, tiered):
         one.turn(min(WARM_STEPS, options.num_steps))
@@ -196,7 +198,7 @@ def _measure(training: Training, options: TrainOptions) -> bool:
     bound = max(by_processor, by_disk)
     has_room = reads_per_s >= ROOM * misses / seconds["resident"]
     ratio, kept = seconds["tiered"] / bound, seconds["resident"] / seconds["tiered"]
-    batch_size = training.traffic.batch_size
+    batch_size = training.lookups.batch_size
     print(
         f"{training.name}: {batch_size / seconds['tiered']:,.0f} samples/s with {100 * share:.0f} % near "
         f"({tiered.near_bytes() / 1e6:,.0f} MB in all), {batch_size / seconds['resident']:,.0f} resident: {kept:.2f}; "

@@ -6,7 +6,7 @@ void bind_bucketize(nanobind::module_& m);
 void bind_coalesce(nanobind::module_& m);
 void bind_codec(nanobind::module_& m);
 void bind_columns(nanobind::module_& m);
-void bind_directory(nanobind::module_& m);
+void bind_slot_map(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
 void bind_eviction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
@@ -36,7 +36,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_coalesce(m);
   bind_codec(m);
   bind_columns(m);
-  bind_directory(m);
+  bind_slot_map(m);
   bind_dot_interaction(m);
   bind_eviction(m);
   bind_gather_limit(m);

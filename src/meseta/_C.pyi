@@ -46,7 +46,7 @@ def parse_tsv(
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
 
-def uniform_rows_of(
+def uniform_rows_at(
     key: int,
     rows: NDArray[np.int64],
     first_column: int,
@@ -56,10 +56,10 @@ def uniform_rows_of(
 ) -> None:
     """As `uniform_rows`, of any rows."""
 
-def begin_heartbeat(descriptor: int, place: int, period_s: float) -> None:
+def start_heartbeat(descriptor: int, offset: int, interval_s: float) -> None:
     """Begin a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
 
-def end_heartbeat() -> None:
+def stop_heartbeat() -> None:
     """End it, if there is one."""
 
 def coalesce_float32(
@@ -297,30 +297,30 @@ def product(
 def allocate(bytes: int, keep: bool) -> Any:
     """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""
 
-def give_back_kept_memory() -> None:
+def release_idle_memory() -> None:
     """Freed blocks that were kept go to the system."""
 
 def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed."""
 
-def directory(capacity: int, wide: bool) -> object:
+def slot_map(capacity: int, wide: bool) -> object:
     """A map from 64-bit keys to slots; slots reach 2**32 - 2, `wide` 2**63 - 2."""
 
-def directory_find(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
+def slot_map_find(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
     """Write the slot of each key, -1 where it is absent."""
 
-def directory_insert(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> int:
+def slot_map_insert(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> int:
     """Put keys; how many are new."""
 
-def directory_remove(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
+def slot_map_remove(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
     """Take keys out, and write the slot that each had."""
 
-def directory_items(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
+def slot_map_items(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
     """Write all keys and slots; how many there are."""
 
-def directory_size(directory: object) -> int: ...
-def directory_bytes(directory: object) -> int: ...
-def eviction(num_slots: int, num_kept: int, half_lives: list[int]) -> object:
+def slot_map_size(directory: object) -> int: ...
+def slot_map_bytes(directory: object) -> int: ...
+def eviction(num_slots: int, num_ghosts: int, half_lives: list[int]) -> object:
     """Scores of a cache and of rows that left it; half-lives in lookups, the first one until trials tell another."""
 
 def eviction_touch(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64], num_lookups: int) -> None:
@@ -356,17 +356,17 @@ def write_rows(log: object, rows: NDArray[np.int64], values: Sequence[NDArray[np
     """Put rows with their values, [n, bytes] each, which side by side are their records; a failure (see `wait_rows`),
     and how many were taken."""
 
-def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
-    """Begin to read rows into `out` and `present`."""
+def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
+    """Begin to read rows into `out` and `is_written`."""
 
-def read_frozen_rows(
-    frozen: object,
+def read_snapshot_rows(
+    snapshot: object,
     first: int,
     listed: NDArray[np.int64] | None,
     values: Sequence[NDArray[np.uint8]],
-    present: NDArray[np.bool_],
+    is_written: NDArray[np.bool_],
 ) -> object:
-    """Begin to read as many frozen rows as `present` has: from `first` on, or those that are listed; their values as
+    """Begin to read as many frozen rows as `is_written` has: from `first` on, or those that are listed; their values as
     `write_rows` takes them."""
 
 def wait_rows(reading: object) -> list[int]:
@@ -375,7 +375,7 @@ def wait_rows(reading: object) -> list[int]:
 def rows_are_read(reading: object) -> bool:
     """Whether waiting would take no time."""
 
-def freeze_rows(log: object) -> object:
+def snapshot_rows(log: object) -> object:
     """The rows as they are, until this dies."""
 
 def flush_rows(log: object) -> list[int]:
@@ -394,18 +394,18 @@ def row_layout(record_bytes: int, block_bytes: int, segment_bytes: int) -> list[
 def crc32c(data: NDArray[np.uint8], begin: int, by_table: bool) -> int:
     """The checksum of bytes, begun with another; `by_table`: without the processor's instruction."""
 
-def far_file(log: object) -> object:
+def file_backing_store(log: object) -> object:
     """A file of rows as the far side of a cache."""
 
-def far_memory(records: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
+def memory_backing_store(records: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
     """Memory of the caller as one."""
 
 def open_row_cache(
     rows: NDArray[np.int64],
     num_slots: int,
-    num_kept: int,
+    num_ghosts: int,
     half_lives: list[int],
-    far: object,
+    backing_store: object,
     fields: list[tuple[int, int, int]],
 ) -> object:
     """A cache; `rows` are those of its slots and of slots to read. Fields: address, bytes of a row, rows."""
@@ -414,9 +414,9 @@ def pin_rows(
     caches: list[object],
     rows: NDArray[np.int64],
     bounds: list[int],
-    of: list[int],
-    places: NDArray[np.int64],
-    to_read: bool,
+    cache_indices: list[int],
+    slots: NDArray[np.int64],
+    read_only: bool,
     num_threads: int,
 ) -> tuple[object | None, list[int]]:
     """Pin segments of rows, each in one cache. Or why not: cache, rows, missing ones, those of others; or cache and
@@ -427,7 +427,7 @@ def wait_for_rows(
 ) -> tuple[list[int], list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]]:
     """Cache and failure of the first that failed; caches, rows and slots of rows that were never written."""
 
-def moved_rows(
+def cache_moves(
     pinned: object, index: int
 ) -> tuple[
     NDArray[np.int64],

@@ -5,7 +5,7 @@ The names below are imported when first used (PEP 562), so `import meseta` costs
 
 import importlib
 
-_HOME = {
+_LAZY_IMPORTS = {
     "TableSpec": "meseta.spec",
     "Communication": "meseta.spec",
     "FeatureSpec": "meseta.spec",
@@ -25,14 +25,14 @@ _HOME = {
     "ahead": "meseta.pipeline",
 }
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+__all__ = [*_LAZY_IMPORTS, "__version__"]  # noqa: PLE0604
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'meseta' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name not in _LAZY_IMPORTS:
+        raise AttributeError(f"module 'meseta' has no attribute {name!r}; it has {', '.join(sorted(_LAZY_IMPORTS))}")
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -73,7 +73,7 @@ class UnknownColumnError(MesetaError):
 
     def __init__(self, where: str, column: str, known: Iterable[str]) -> None:
         """Create an error whose remedy suggests the closest column in `known`, or lists all of them."""
-        super().__init__(f"{where} has no column {column!r}", remedy=nearest(column, [name for name in known if name]))
+        super().__init__(f"{where} has no column {column!r}", remedy=suggest(column, [name for name in known if name]))
         self.column = column
         """Name or pattern that the user specified."""
 
@@ -88,7 +88,7 @@ def reading_error(error: Exception, reason: str, remedy: str | None = None) -> M
     return (StorageError if is_of_storage else MesetaError)(reason, remedy=remedy)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format untrusted input for an error message: escaped and truncated to one line."""
     try:
         text = repr(value)
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def one_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return the first line of an error message, or the name of the error's class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -106,7 +106,7 @@ ERROR_PREFIX = "error: "
 """Prefix of the line that a failing command writes to stderr."""
 
 
-def nearest(name: object, known: Iterable[object]) -> str:
+def suggest(name: object, known: Iterable[object]) -> str:
     """Return a "did you mean" suggestion for `name`, or list all `known` names if none is close."""
     # Names from YAML may be numbers, and known names may be enum members, so compare them as text.
     known = sorted(str(entry) for entry in known)
@@ -120,7 +120,7 @@ T = TypeVar("T")
 def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
     """Raise MesetaError if `value`, the setting `name` of `owner`, is not in `known`."""
     if value not in known:
-        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {suggest(value, known)}")
 
 
 def check_number(owner: str, name: str, value: object) -> float:
@@ -129,21 +129,21 @@ def check_number(owner: str, name: str, value: object) -> float:
         with suppress(OverflowError):  # An int may exceed the range of float.
             if math.isfinite(number := float(value)):
                 return number
-    raise MesetaError(f"{owner}: {name} must be a finite number, got {shown(value)}")
+    raise MesetaError(f"{owner}: {name} must be a finite number, got {format_value(value)}")
 
 
-def doubled(names: Iterable[T]) -> list[T]:
+def duplicates(names: Iterable[T]) -> list[T]:
     """Return the names that occur more than once, in order of first occurrence."""
     # Counting takes linear time. There may be thousands of names.
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def is_whole(value: object) -> bool:
+def is_int(value: object) -> bool:
     """Whether `value` is an int. Booleans do not count."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-MAX_WHOLE = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 """Largest integer accepted in user input, the maximum of int64."""
 
 
@@ -151,4 +151,4 @@ def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) 
     """Raise MesetaError if `document` has a key that is not in `known`. The message starts with `where`."""
     for key in document:
         if key not in known:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+            raise MesetaError(f"{where}: unknown key {key!r}; {suggest(key, known)}")

@@ -20,7 +20,7 @@ from meseta.checkpoint.files import digest
 from meseta.data import PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.data.read.served.credentials import token_folders
-from meseta.telemetry.rank_record import SIZE, record_path
+from meseta.telemetry.rank_record import RECORD_BYTES, record_path
 from small_run import settings, train, write_config
 
 PART = "train/part-00000.parquet"
@@ -349,7 +349,7 @@ def mirror_of_another_run(place: Place) -> list[Any]:
     for path in mirror.rglob("manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["state"]["run_id"] = "0" * 32
-        path.write_text(json.dumps({**manifest, "manifest_checksum": digest.of_manifest(manifest)}))
+        path.write_text(json.dumps({**manifest, "manifest_checksum": digest.hash_manifest(manifest)}))
     return place.train(f"checkpoint.mirror=file://{mirror}")
 
 
@@ -417,7 +417,7 @@ def foreign_record_of_a_rank(place: Place) -> list[Any]:
     run = place.run()
     path = record_path(run, 0)
     path.parent.mkdir()
-    path.write_bytes(b"PK" * SIZE)
+    path.write_bytes(b"PK" * RECORD_BYTES)
     return ["hang", run]
 
 

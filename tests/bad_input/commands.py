@@ -60,7 +60,10 @@ def run_on_rank(arguments: list[str]) -> Ended:
     def leave(code: int) -> None:
         raise _Left(code)
 
-    with mock.patch.object(entry, "leave_at_once", leave), mock.patch.object(World, "leave", lambda: None):
+    with (
+        mock.patch.object(entry, "exit_immediately", leave),
+        mock.patch.object(World, "destroy_process_group", lambda: None),
+    ):
         out, err = io.StringIO(), io.StringIO()
         try:
             with mock.patch.object(sys, "argv", ["meseta", *arguments]), redirect_stdout(out), redirect_stderr(err):

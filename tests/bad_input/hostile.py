@@ -111,13 +111,13 @@ def sign(manifest: dict[str, Any], before: dict[str, Any]) -> None:
     with suppress(*wrong):
         for name, entry in manifest["tables"].items():
             if entry.get("checksum") == before["tables"].get(name, entry).get("checksum"):
-                entry["checksum"] = digest.of_table(entry)
+                entry["checksum"] = digest.hash_table(entry)
     with suppress(*wrong):
         if manifest["checksum"] == before["checksum"]:
-            manifest["checksum"] = digest.of_model(manifest)
+            manifest["checksum"] = digest.hash_model(manifest)
     with suppress(*wrong):
         if manifest["manifest_checksum"] == before["manifest_checksum"]:
-            manifest["manifest_checksum"] = digest.of_manifest(manifest)
+            manifest["manifest_checksum"] = digest.hash_manifest(manifest)
 
 
 def at(document: Any, path: str) -> tuple[Any, Any]:

@@ -128,7 +128,7 @@ MORE = [
 def read(path: Path) -> tuple[Source, list[bytes], list[list[str]]]:
     """The text and the fields of all rows, after every check that preparing makes of a row."""
     options = PrepareOptions(sources=[str(path)], out=path.parent / "out", label="label")
-    [source] = find_sources([str(path)], {}, rest_is_parted=False)
+    [source] = find_sources([str(path)], {}, split_rest=False)
     layout = read_layout(options)
     [source] = source.format.with_header([source])
     schema = source.format.key_schema(f"source {path}", source, HEADER)

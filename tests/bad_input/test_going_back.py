@@ -14,9 +14,9 @@ import pytest
 
 from bad_input.commands import run_here, tree
 from checkpoint.simulated import flip_middle
-from meseta.checkpoint import latest, list_checkpoints, newest, verify
-from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_path
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint import latest_complete, list_checkpoints, newest, verify
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_path
+from meseta.checkpoint.store.store import make_store
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
 EVERY_2: dict[str, Any] = {
@@ -102,7 +102,7 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     assert "going on from step 8," in ended.err
     assert final_checksum(run) == final_checksum(trained)
     assert without_times(metrics(run)) == without_times(metrics(trained))
-    assert not list(run.rglob(PASSED_OVER))
+    assert not list(run.rglob(QUARANTINE_MARKER))
     assert [listed.problem for listed in list_checkpoints(run)] == [""] * 7
 
 
@@ -115,11 +115,11 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
     ended = run_here("train", config(run, tiny, **changes, train__max_steps=11))
     assert ended.code == 0, ended.err
     file.write_bytes(content)
-    assert newest(run / "checkpoints") == latest(run / "checkpoints") == step_path(run, 11)
+    assert newest(run / "checkpoints") == latest_complete(run / "checkpoints") == step_path(run, 11)
     assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["09", "11"]
     assert [metric["step"] for metric in metrics(run) if metric["kind"] == "train"] == [4, 8, 11]
     before = {step: tree(step_path(run, step)) for step in (10, 14)}
-    assert all("must have the checksum" in str(tree[PASSED_OVER]) for tree in before.values())
+    assert all("must have the checksum" in str(tree[QUARANTINE_MARKER]) for tree in before.values())
     listed = run_here("checkpoint", "list", run)
     assert listed.code == 0 and listed.out.count("passed over: it was damaged, and the run has gone back behind") == 3
 
@@ -129,7 +129,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
     assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["12", "14"]
     assert tree(step_path(run, 10)) == before[10]
     for step in (12, 14):  # saved anew
-        assert not (step_path(run, step) / PASSED_OVER).exists()
+        assert not (step_path(run, step) / QUARANTINE_MARKER).exists()
         verify(step_path(run, step))
 
 
@@ -145,7 +145,7 @@ def test_none_is_whole(tiny: Path, run: Path) -> None:
 def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) -> None:
     """A stranger's link in the place of the mark leads nowhere: nothing is written through it."""
     flip_middle(step_path(run, 14) / ROWS)
-    (step_path(run, 14) / PASSED_OVER).symlink_to(run.parent / "elsewhere")
+    (step_path(run, 14) / QUARANTINE_MARKER).symlink_to(run.parent / "elsewhere")
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 0 and "going on from step 12" in ended.err and "note: " not in ended.err
     assert not (run.parent / "elsewhere").exists()
@@ -154,7 +154,7 @@ def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) ->
 def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None:
     """Some are marked, and others not yet."""
     flip_middle(step_path(run, 10) / ROWS)
-    (step_path(run, 14) / PASSED_OVER).write_text("")
+    (step_path(run, 14) / QUARANTINE_MARKER).write_text("")
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)
     assert final_checksum(run) == final_checksum(trained)
@@ -175,9 +175,9 @@ def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
     stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
     ended = run_here("train", config(run, tiny, **stopped))
     assert ended.code == 0 and "going back to step-000000008" in ended.err, ended
-    assert [path.name[-2:] for path in store_at(url).named()] == ["02", "04", "06", "08", "09"]
+    assert [path.name[-2:] for path in make_store(url).list_candidates()] == ["02", "04", "06", "08", "09"]
     assert bytes(store.cat_file(name)) == content
     ended = run_here("train", config(run, tiny, **OLDER, checkpoint__dir=url))
     assert ended.code == 0 and "going on from step 9," in ended.err, ended
     assert verify(f"{url}/step-000000014") == final_checksum(trained)
-    assert store_at(url).passed_over() == []
+    assert make_store(url).quarantined() == []

@@ -47,13 +47,13 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sign(path: Path, manifest: Manifest) -> None:
     """Write a manifest whose own checksums are right."""
     for entry in manifest["tables"].values():
-        for key, made in (("checksum", digest.of_table), ("chain", digest.of_chain)):
+        for key, made in (("checksum", digest.hash_table), ("chain", digest.hash_chain)):
             if key in entry:
                 entry[key] = made(entry)
     for key in {"checksum", "chain"} & manifest.keys():
         with suppress(KeyError):
-            manifest[key] = digest.of_model(manifest)
-    manifest["manifest_checksum"] = digest.of_manifest(manifest)
+            manifest[key] = digest.hash_model(manifest)
+    manifest["manifest_checksum"] = digest.hash_manifest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -182,7 +182,7 @@ def rewritten(change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> Callable[[P
         columns = [c.flatten() if pa.types.is_fixed_size_list(c.type) else c for c in batch.columns]
         manifest = json.loads((folder / NEWEST / "manifest.json").read_text())
         [entry] = [entry for entry in files(manifest) if entry["path"] == f"../{SECOND}/{ROWS}"]
-        checksum = digest.of_arrays([column.to_numpy() for column in columns])
+        checksum = digest.hash_arrays([column.to_numpy() for column in columns])
         entry.update(num_bytes=file.stat().st_size, num_rows=batch.num_rows, checksum=checksum)
         sign(folder / NEWEST, manifest)
 

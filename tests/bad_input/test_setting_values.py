@@ -18,9 +18,9 @@ from pydantic import BaseModel
 from bad_input.commands import run_here, within
 from bad_input.test_fuzz_config import full_settings
 from meseta.config import RunConfig, load_config
-from meseta.config.models import OwnModelConfig, model_sections
+from meseta.config.models import CustomModelConfig, model_sections
 from meseta.config.models.base import ModelConfig
-from meseta.machine.files import has_controls
+from meseta.machine.files import has_control_characters
 from meseta.spec import MesetaError, Plan, TableSpec, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel
@@ -41,7 +41,7 @@ def section_keys(form: type[BaseModel], above: Place = (), seen: tuple[type, ...
         for inner in (field.annotation, *get_args(field.annotation)):
             if not isinstance(inner, type) or not issubclass(inner, BaseModel) or inner in seen:
                 continue
-            forms = [*model_sections().values(), OwnModelConfig] if inner is ModelConfig else [inner]
+            forms = [*model_sections().values(), CustomModelConfig] if inner is ModelConfig else [inner]
             key: Place = ("user",) if get_origin(field.annotation) is dict else ()
             for one in forms:
                 yield from section_keys(one, (*place, *key), (*seen, inner))
@@ -165,7 +165,7 @@ def read(path: Path, text: str, load: Callable[[Path], Any]) -> None:
         try:
             load(path)
         except MesetaError as error:
-            assert not has_controls(str(error)), repr(str(error))
+            assert not has_control_characters(str(error)), repr(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -222,4 +222,4 @@ def test_planning(folder: Path, tiny: Path, data: st.DataObject) -> None:
         ended = run_here("plan", folder / "p.yaml", "--topology", folder / "t.yaml")
     if ended.code:
         assert ended.code == 1 and len(ended.errors) == 1, ended
-        assert not has_controls(ended.err.splitlines()[-1]) and ended.err.splitlines()[-1] == ended.errors[0]
+        assert not has_control_characters(ended.err.splitlines()[-1]) and ended.err.splitlines()[-1] == ended.errors[0]

@@ -17,7 +17,7 @@ import pytest
 
 from bad_input.commands import run_here
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.machine.own_code import import_own, say_own
+from meseta.machine.user_code import import_custom, log_user_code
 from small_run import environment, settings, train
 
 MODULE = "strangers_model"
@@ -101,7 +101,7 @@ def test_running_says_first_which_file(command: tuple[str, ...], home: Path) -> 
 def test_a_sweep_says_it_before_its_trials(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meseta.cli import sweep
 
-    monkeypatch.setattr(sweep, "_train", lambda *_: 1)
+    monkeypatch.setattr(sweep, "_run_training", lambda *_: 1)
     ended = run_here("sweep", "run/config.yaml", "seed=[1, 2]", "--out", "out")
     told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
     assert told == [f"note: model.name '{MODULE}:Plain' runs the code in {str(home / f'{MODULE}.py')!r}"]
@@ -117,19 +117,19 @@ def test_packages_are_told_too(
         file.touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    say_own("row optimizer 'x'", "outer_package.inner.rows")
+    log_user_code("row optimizer 'x'", "outer_package.inner.rows")
     files = ", ".join(
         repr(str(tmp_path / "outer_package" / n)) for n in ("__init__.py", "inner/__init__.py", "inner/rows.py")
     )
     assert capsys.readouterr().err == f"note: row optimizer 'x' runs the code in {files}\n"
     assert not [name for name in sys.modules if name.startswith("outer_package")]
-    import_own("row optimizer 'x'", "outer_package.inner.rows")
+    import_custom("row optimizer 'x'", "outer_package.inner.rows")
     assert capsys.readouterr().err
-    import_own("row optimizer 'x'", "outer_package.inner.rows")  # it ran before
+    import_custom("row optimizer 'x'", "outer_package.inner.rows")  # it ran before
     for name in ("no_such_module", "", "a..b", "outer_package.inner.rows.deeper", ".x"):
-        say_own("it", name)
+        log_user_code("it", name)
     monkeypatch.setenv("RANK", "1")
-    say_own("it", "outer_package")
+    log_user_code("it", "outer_package")
     assert capsys.readouterr().err == ""
 
 

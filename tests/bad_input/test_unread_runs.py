@@ -13,8 +13,8 @@ import pytest
 from bad_input.commands import run_here, tree
 from checkpoint.simulated import flip_middle
 from failing_reads import ERRORS, Read, failing_reads, once
-from meseta.checkpoint import latest, list_checkpoints, retries
-from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_path
+from meseta.checkpoint import latest_complete, list_checkpoints, retries
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_path
 from sampling import product, sample
 from small_run import final_checksum, settings, train, write_config
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     """'older' repeats the read, and then says what to do by hand; 'auto' ends at once. Neither changes a file."""
     monkeypatch.setattr(retries, "READ_RETRY_WINDOW_S", 0.3)
     run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    newest = latest(run / "checkpoints")
+    newest = latest_complete(run / "checkpoints")
     assert newest is not None
     before = tree(run)
     ended, reads = attempt(run, tiny, "auto", unread(newest / "manifest.json"))
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     newest.rename(f"{newest}.unread")
     ended, _ = attempt(run, tiny, "older", lambda read: None)
     assert ended.code == 0 and "going on from step 8," in ended.err
-    assert not list(run.rglob(PASSED_OVER))
+    assert not list(run.rglob(QUARANTINE_MARKER))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "dataset.json", "metrics.jsonl", "summary.json"])
@@ -127,7 +127,7 @@ def test_a_document_that_cannot_be_read_is_not_replaced(tmp_path: Path, tiny: Pa
 
 
 def test_list_tells_unread_from_damaged(stopped: Path) -> None:
-    newest = latest(stopped / "checkpoints")
+    newest = latest_complete(stopped / "checkpoints")
     assert newest is not None
     with failing_reads(stopped, choose=unread(newest / "manifest.json")):
         ended = run_here("checkpoint", "list", stopped)

@@ -9,7 +9,7 @@ from checkpoint.saver import DENSE, PLAN, SPECS, tables_of
 from checkpoint.simulated import pieces
 from meseta.checkpoint import newest, prune, save
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.names import named_step
+from meseta.checkpoint.store.names import parse_step
 from meseta.comm import World
 from meseta.machine import remote
 
@@ -23,9 +23,9 @@ def save_step(url: str, step: int) -> None:
 def save_for_ever(url: str, environment: Mapping[str, str], report: Connection) -> None:
     """Go on from the newest checkpoint, and report each step once it is saved."""
     os.environ |= environment
-    layout.BLOCK_BYTES, remote.PART_BYTES, remote.WAITS_S = 16_384, 4096, (0.05, 0.1, 0.2, 0.4)
+    layout.BLOCK_BYTES, remote.UPLOAD_PART_BYTES, remote.RETRY_DELAYS_S = 16_384, 4096, (0.05, 0.1, 0.2, 0.4)
     path = newest(url)
-    for step in count(1 if path is None else named_step(path) + 1):
+    for step in count(1 if path is None else parse_step(path) + 1):
         save_step(url, step)
         report.send(step)
         prune(url, keep_last=2)

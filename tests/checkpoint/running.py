@@ -1,5 +1,5 @@
-"""A run that saves time and again through `meseta.train.saving.Saver`, its ranks threads of this process; and a disk
-that fails at a chosen moment."""
+"""A run that saves time and again through `meseta.train.saving.CheckpointManager`, its ranks threads of this process;
+and a disk that fails at a chosen moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.spec import OptimizerSpec, Plan, TableSpec
 from meseta.storage import TableShard
-from meseta.train.saving import Saver
+from meseta.train.saving import CheckpointManager
 
 T = TypeVar("T")
 NAMES = (("user", 203, 40, "adam"), ("item/..", 97, 16, "rowwise_adagrad"), ("..", 1, 1, "sgd"))
@@ -48,7 +48,7 @@ class Run:
         shared: dict[str, Any] = {"size": size, "device": device, "slots": slots, "gate": gate}
         self.worlds: list[World] = [ThreadWorld(rank=rank, **shared) for rank in range(size)]
         config = CheckpointConfig(background="never", **self.settings)
-        self.savers = [Saver(config, self.folder, world) for world in self.worlds]
+        self.savers = [CheckpointManager(config, self.folder, world) for world in self.worlds]
         self.pieces = [pieces(SPECS, self.plan, rank, tables) for rank in range(size)]
 
     def on_ranks(self, action: Callable[[int], T]) -> list[T | Exception]:
@@ -101,11 +101,11 @@ class Run:
         """Another process goes on from a checkpoint, which has what the run had at its step."""
         self.plan = plan or self.plan
         self._begin(random_tables(SPECS, seed=987_654_321))
-        since_whole = self.savers[0].marks_since_whole
+        since_whole = self.savers[0].marks_since_full
 
         def resume(rank: int) -> int:
-            loaded = load(path, world=self.worlds[rank], shards=self.pieces[rank], marks_since_whole=since_whole)
-            self.savers[rank].take_up({"restores": 0, **loaded.state, "step": loaded.step})
+            loaded = load(path, world=self.worlds[rank], shards=self.pieces[rank], mark_changes_since_full=since_whole)
+            self.savers[rank].resume_from({"restores": 0, **loaded.state, "step": loaded.step})
             assert torch.equal(loaded.dense["bias"], dense_of(loaded.step)["bias"])
             return loaded.step
 

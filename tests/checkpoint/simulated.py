@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meseta import EmbeddingBagCollection
-from meseta.comm import Pending, World
+from meseta.comm import PendingCollective, World
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableShard
@@ -32,7 +32,7 @@ class ThreadWorld(World):
     slots: list[Any] = field(default_factory=list)
     gate: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.slots[self.rank] = value
         self.gate.wait()
         gathered = list(self.slots)
@@ -50,10 +50,10 @@ class ThreadWorld(World):
         name: str = "",
         *,
         keep: bool = True,
-    ) -> Pending:
-        parts = [sent[self.rank] for sent in self.gather_objects(send.split(list(send_splits)))]
+    ) -> PendingCollective:
+        parts = [sent[self.rank] for sent in self.all_gather_object(send.split(list(send_splits)))]
         assert [len(part) for part in parts] == list(receive_splits)
-        return Pending(received=torch.cat(parts), send=send, work=None)
+        return PendingCollective(received=torch.cat(parts), send=send, work=None)
 
 
 def on_ranks(size: int, run: Callable[[World], T]) -> list[T | Exception]:

@@ -112,7 +112,7 @@ def test_checksums_are_named_in_full(path: Path) -> None:
     expected = json.loads((path / "manifest.json").read_text())["tables"]["user"]["blocks"][0]["checksum"]
     with pa.memory_map(str(path / BLOCK)) as file:
         batch = pa.ipc.open_file(file).get_batch(0)
-        found = digest.of_arrays([batch["row"].flatten().to_numpy(), batch["sum"].to_numpy()])
+        found = digest.hash_arrays([batch["row"].flatten().to_numpy(), batch["sum"].to_numpy()])
     for message in refusals(path):
         assert expected in message and found in message
 
@@ -154,9 +154,9 @@ def rewrite(path: Path, change: Callable[[pa.RecordBatch], list[pa.RecordBatch]]
 def sign(path: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest whose own checksums are right, so that what it says of the files is what is wrong."""
     for entry in manifest["tables"].values():
-        entry["checksum"] = digest.of_table(entry)
-    manifest["checksum"] = digest.of_model(manifest)
-    manifest["manifest_checksum"] = digest.of_manifest(manifest)
+        entry["checksum"] = digest.hash_table(entry)
+    manifest["checksum"] = digest.hash_model(manifest)
+    manifest["manifest_checksum"] = digest.hash_manifest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -217,7 +217,7 @@ def test_manifests_that_mislead(path: Path, keys: list[Any], value: Any, says: s
     try:
         sign(path, manifest)
     except (TypeError, AttributeError):
-        manifest["manifest_checksum"] = digest.of_manifest(manifest)
+        manifest["manifest_checksum"] = digest.hash_manifest(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
     assert all(says in message for message in refusals(path))
 
@@ -241,7 +241,7 @@ CARRIED = {"ids": torch.arange(5), "pooled": torch.rand(5, 24)}
     ],
 )
 def test_answers_that_mislead(tmp_path: Path, keys: list[Any], value: Any, says: str) -> None:
-    path = save_alone(tmp_path, options=SaveOptions(carried=CARRIED))
+    path = save_alone(tmp_path, options=SaveOptions(prefetched_embeddings=CARRIED))
     manifest = json.loads((path / "manifest.json").read_text())
     inner = manifest
     for key in keys[:-1]:

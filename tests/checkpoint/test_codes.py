@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meseta.checkpoint.files.codes import decode, encode, formats_of
 from meseta.checkpoint.files.layout import BlockSchema, Column
-from meseta.config.row_bits import WIDTHS, RowBits, bits_for
+from meseta.checkpoint.files.quantization import candidate_formats, decode_column, encode_column
+from meseta.config.row_bits import ROW_BIT_WIDTHS, RowBits, min_bits_for_restores
 from meseta.storage import as_stored
 from source_tree import ROOT
 
@@ -54,7 +54,7 @@ def as_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
     size=st.sampled_from([1e-42, 1e-3, 1.0, 3e4]),
     kind=st.sampled_from(["normal", "constant", "edges"]),
     rogue=st.sampled_from([None, None, TINY, 1e5, HUGE, NAN, INF, -INF]),
-    bits=st.sampled_from(WIDTHS),
+    bits=st.sampled_from(ROW_BIT_WIDTHS),
     name=st.sampled_from(["row", "moment"]),
 )
 @example(0, (2, 64), "float32", 1.0, "normal", HUGE, 8, "moment")  # bf16 would make an infinity of it
@@ -64,34 +64,38 @@ def test_the_error_is_a_bound_and_a_second_save_has_the_same_bytes(
     schema = schema_of(dtype, shape[1])
     column = next(c for c in schema.columns if c.name == name)
     values = values_of(seed, shape, dtype, size, kind, rogue)
-    stored = encode(schema, column, values, bits)
-    if stored.codes is None:
+    stored = encode_column(schema, column, values, bits)
+    if stored.row_format is None:
         assert stored.error == 0
         assert stored.values.tobytes() == values.tobytes()
         numbers = as_float64(values, dtype)
-        assert not formats_of(schema, column, bits) or np.abs(numbers).max() > 2.0**15 or not np.isfinite(numbers).all()
+        assert (
+            not candidate_formats(schema, column, bits)
+            or np.abs(numbers).max() > 2.0**15
+            or not np.isfinite(numbers).all()
+        )
         return
-    assert stored.codes in formats_of(schema, column, bits)
+    assert stored.row_format in candidate_formats(schema, column, bits)
     assert stored.values.nbytes < values.nbytes
-    restored = decode(schema, column, stored.values, stored.codes)
+    restored = decode_column(schema, column, stored.values, stored.row_format)
     assert (restored.dtype, restored.shape) == (values.dtype, values.shape)
     difference = np.abs(as_float64(values, dtype) - as_float64(restored, dtype)).max()
     assert difference <= stored.error <= difference * (1 + 1e-15)
-    expected = restore(stored.values, stored.codes, shape[1]).astype(np.float64)
+    expected = restore(stored.values, stored.row_format, shape[1]).astype(np.float64)
     np.testing.assert_array_equal(as_float64(restored, dtype), expected)
-    again = encode(schema, column, restored, bits)
-    if stored.codes == formats_of(schema, column, bits)[0]:
-        assert (again.codes, again.error) == (stored.codes, 0)
+    again = encode_column(schema, column, restored, bits)
+    if stored.row_format == candidate_formats(schema, column, bits)[0]:
+        assert (again.row_format, again.error) == (stored.row_format, 0)
         assert again.values.tobytes() == stored.values.tobytes()
 
 
 def test_wider_codes_hold_what_narrower_ones_restored() -> None:
     schema = schema_of("float32", 64)
     row, values = schema.columns[0], values_of(1, (100, 64), "float32", 0.1, "normal", None)
-    for bits in reversed(WIDTHS):
-        stored = encode(schema, row, values, 2)
-        restored = decode(schema, row, stored.values, stored.codes)
-        assert encode(schema, row, restored, bits).error == 0
+    for bits in reversed(ROW_BIT_WIDTHS):
+        stored = encode_column(schema, row, values, 2)
+        restored = decode_column(schema, row, stored.values, stored.row_format)
+        assert encode_column(schema, row, restored, bits).error == 0
 
 
 @pytest.mark.parametrize(
@@ -114,24 +118,24 @@ def test_what_a_column_may_be_stored_in(
 ) -> None:
     schema = schema_of(dtype, dim)
     column = next(c for c in schema.columns if c.name == name)
-    assert formats_of(schema, column, bits) == expected
+    assert candidate_formats(schema, column, bits) == expected
 
 
 @pytest.mark.parametrize(("rogue", "expected"), [(1e5, "int8"), (HUGE, None), (NAN, None), (INF, None)])
 def test_values_beyond_a_width_take_wider_codes_or_none(rogue: float, expected: str | None) -> None:
     schema = schema_of("float32", 64)
     values = values_of(3, (5, 64), "float32", 1.0, "normal", rogue)
-    assert encode(schema, schema.columns[0], values, 4).codes == expected
+    assert encode_column(schema, schema.columns[0], values, 4).row_format == expected
 
 
 def test_small_second_moments_stay() -> None:
     """A linear scale of 8 bits would make zeros of them, and the next step would be divided by those."""
     schema = schema_of("float32", 4)
     moments = np.array([[1e-2, 1e-9, 1e-12, 0.0]], np.float32)
-    stored = encode(schema, schema.columns[1], moments, 8)
-    restored = decode(schema, schema.columns[1], stored.values, stored.codes)
+    stored = encode_column(schema, schema.columns[1], moments, 8)
+    restored = decode_column(schema, schema.columns[1], stored.values, stored.row_format)
     np.testing.assert_allclose(restored, moments, rtol=2**-8, atol=0)
 
 
 def test_bits_for_restores() -> None:
-    assert [bits_for(n) for n in (0, 1, 2, 3, 4, 20, 21, 10**6)] == [2, 2, 3, 3, 4, 4, 8, 8]
+    assert [min_bits_for_restores(n) for n in (0, 1, 2, 3, 4, 20, 21, 10**6)] == [2, 2, 3, 3, 4, 4, 8, 8]

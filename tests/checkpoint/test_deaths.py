@@ -12,10 +12,10 @@ import pytest
 
 from checkpoint.running import FUSE, SPECS, Killed, Run, holds, loads
 from checkpoint.simulated import plain_plan
-from meseta.checkpoint import compact, compare, latest, list_checkpoints, summarize, verify
+from meseta.checkpoint import compact, compare, latest_complete, list_checkpoints, summarize, verify
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.directory import PRUNED
-from meseta.checkpoint.store.store import named
+from meseta.checkpoint.store.directory import PRUNED_MARKER
+from meseta.checkpoint.store.store import list_candidates
 from sampling import product, sample
 
 POLICIES = ("one_shot", "consecutive", "intermittent", "rolling")
@@ -49,10 +49,10 @@ def on(run: Run, made: Path) -> None:
 
 def check(folder: Path, made: Path, run: Run) -> int:
     """The newest is whole; returns its step. What was made of a chain is whole, or not there."""
-    path = latest(folder)
+    path = latest_complete(folder)
     assert path is not None
     step = holds(loads(path, PLAN), run.history)
-    for whole in named(made):
+    for whole in list_candidates(made):
         assert holds(loads(whole, PLAN), run.history) == int(whole.name[-9:])
         assert summarize(whole).policy is None
     return step
@@ -61,14 +61,16 @@ def check(folder: Path, made: Path, run: Run) -> int:
 def check_nothing_is_left(folder: Path, made: Path) -> None:
     """But checkpoints that are whole, and files of pruned ones that these need."""
     assert not list(folder.glob(".*")) and not list(made.glob(".*"))
-    for path in (*named(folder), *named(made)):
+    for path in (*list_candidates(folder), *list_candidates(made)):
         verify(path)
     needed = {
         f"step-{step:09d}" for listed in list_checkpoints(folder) if listed.summary for step in listed.summary.needs
     }
     names = {path.name for path in folder.iterdir()}
-    assert names == {path.name for path in named(folder)} | {path.parent.name for path in folder.glob(f"*/{PRUNED}")}
-    assert names - {path.name for path in named(folder)} <= needed
+    assert names == {path.name for path in list_candidates(folder)} | {
+        path.parent.name for path in folder.glob(f"*/{PRUNED_MARKER}")
+    }
+    assert names - {path.name for path in list_candidates(folder)} <= needed
 
 
 @pytest.mark.parametrize("case", sample(product(policy=POLICIES, first=range(STRIDE)), k=1, seed=1))

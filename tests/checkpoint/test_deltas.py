@@ -25,7 +25,7 @@ from meseta.checkpoint import (
     SaveOptions,
     compact,
     compare,
-    latest,
+    latest_complete,
     list_checkpoints,
     load,
     prune,
@@ -34,7 +34,7 @@ from meseta.checkpoint import (
     verify,
 )
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.policy import asks_since_whole, base_of
+from meseta.checkpoint.policy import choose_base, is_cumulative
 from meseta.comm import World
 from meseta.ops.row_marks import Consumer
 from meseta.spec import Plan
@@ -90,18 +90,20 @@ class Run:
     def save(self, step: int, plan: Plan, tables: Tables, changed: dict[str, torch.Tensor]) -> Path:
         for name, rows in changed.items():
             self.changed[name] = torch.cat([self.changed[name], rows]).unique()
-        base = base_of(self.path, self.policy, self.max_chain) if self.path is not None else None  # type: ignore[arg-type]
+        base = choose_base(self.path, self.policy, self.max_chain) if self.path is not None else None  # type: ignore[arg-type]
 
         def run(world: World) -> Path:
             shards: list[Any] = [marked(piece, self.changed) for piece in pieces(SPECS, plan, world.rank, tables)]
-            known = base if world.rank == 0 or base is None else base.told()
+            known = base if world.rank == 0 or base is None else base.for_other_ranks()
             if known is not None:
-                shards = [p.select(known.rows(p.shard, p.marks.row_set(Consumer.CHECKPOINTS))) for p in shards]
+                shards = [
+                    p.select(known.select_rows(p.shard, p.marks.marked_set(Consumer.CHECKPOINTS))) for p in shards
+                ]
             fixed = {"step": step, "plan": plan, "dense": dense_of(step), "state": STATE}
             return save(self.parent, world=world, shards=shards, options=SaveOptions(base=known), **fixed)
 
         self.path = returned(on_ranks(plan.num_ranks, run))[0]
-        if base is None or not asks_since_whole(self.policy):
+        if base is None or not is_cumulative(self.policy):
             self.changed = {name: rows[:0] for name, rows in self.changed.items()}
         return self.path
 
@@ -139,17 +141,17 @@ def test_a_delta_holds_what_a_whole_one_does(tmp_path: Path, case: tuple[str, in
 
         def restored(world: World, path: Path = path, other: Plan = other, tables: Tables = tables) -> None:
             shards = blank(SPECS, other, world.rank)
-            load(path, world=world, shards=shards, marks_since_whole=asks_since_whole(policy))
+            load(path, world=world, shards=shards, mark_changes_since_full=is_cumulative(policy))
             assert_holds(shards, tables)
             for piece in shards:
-                rows = piece.marks.rows(Consumer.CHECKPOINTS) + piece.shard.rows[0]
+                rows = piece.marks.marked_rows(Consumer.CHECKPOINTS) + piece.shard.rows[0]
                 held = run.changed[piece.spec.name]
                 first, stop = piece.shard.rows
                 assert torch.equal(rows, held[(held >= first) & (held < stop)])
 
         returned(on_ranks(other.num_ranks, restored))
         prune(run.parent, keep_last=2)
-        assert latest(run.parent) == path
+        assert latest_complete(run.parent) == path
         assert all(listed.problem == "" for listed in list_checkpoints(run.parent))
         assert len(list_checkpoints(run.parent)) == min(step, 2)
         tables, changed = change(tables, 10 * seed + step)

@@ -13,7 +13,7 @@ from checkpoint.running import FUSE, Killed
 from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
 from checkpoint.simulated import assert_holds
 from forked import killed_while_saving
-from meseta.checkpoint import latest, prune, verify
+from meseta.checkpoint import latest_complete, prune, verify
 from meseta.checkpoint.files import layout
 from meseta.spec import MesetaError
 from sampling import sample
@@ -26,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_latest(parent: Path, at_least: int) -> int:
     """The newest checkpoint is whole and not older than what was reported as saved; returns its version."""
-    path = latest(parent)
+    path = latest_complete(parent)
     assert path is not None
     version, shards = load_version(path)
     assert version >= at_least
@@ -69,30 +69,30 @@ def test_death_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: p
 
 
 def test_latest_of_nothing(tmp_path: Path) -> None:
-    assert latest(tmp_path / "missing") is None
-    assert latest(tmp_path) is None
+    assert latest_complete(tmp_path / "missing") is None
+    assert latest_complete(tmp_path) is None
     (tmp_path / "step-000000007").mkdir()
     (tmp_path / "step-x").mkdir()
     (tmp_path / "file").write_text("")
-    assert latest(tmp_path) is None
+    assert latest_complete(tmp_path) is None
 
 
 def test_latest_counts_steps_and_passes_over_what_is_incomplete(tmp_path: Path) -> None:
     for version in (2, 20, 200):
         save_version(tmp_path, version)
-    assert latest(tmp_path) == tmp_path / "step-000000100"
+    assert latest_complete(tmp_path) == tmp_path / "step-000000100"
     os.truncate(tmp_path / "step-000000100" / "dense.safetensors", 1)
-    assert latest(tmp_path) == tmp_path / "step-000000010"
+    assert latest_complete(tmp_path) == tmp_path / "step-000000010"
     next((tmp_path / "step-000000010").rglob("*.arrow")).unlink()
-    assert latest(tmp_path) == tmp_path / "step-000000001"
+    assert latest_complete(tmp_path) == tmp_path / "step-000000001"
     os.rename(tmp_path / "step-000000001", tmp_path / ".tmp-step-000000001")
-    assert latest(tmp_path) is None
+    assert latest_complete(tmp_path) is None
 
 
 def test_steps_of_ten_digits_come_last(tmp_path: Path) -> None:
     for step in (999_999_999, 1_000_000_000):
         save_version(tmp_path, 2 * step)
-    assert latest(tmp_path) == tmp_path / "step-1000000000"
+    assert latest_complete(tmp_path) == tmp_path / "step-1000000000"
 
 
 def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
     manifest = tmp_path / "step-000000002" / "manifest.json"
     manifest.write_text(json.dumps({"format": "meseta.checkpoint/3"}))
     with pytest.raises(MesetaError, match=r"has the format 'meseta.checkpoint/3'"):
-        load_version(latest(tmp_path))
+        load_version(latest_complete(tmp_path))
 
 
 def test_prune_reads_nothing_where_none_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,13 @@ import pytest
 from checkpoint.running import SPECS, Run, holds, loads
 from checkpoint.simulated import flip_middle, plain_plan
 from failing_reads import ERRORS, Read, failing_reads, once
-from meseta.checkpoint import compact, newest, offer_older, retries, verify
+from meseta.checkpoint import compact, fallback_checkpoint_error, newest, retries, verify
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.names import PASSED_OVER
-from meseta.checkpoint.store.store import named, store_at
+from meseta.checkpoint.store.names import QUARANTINE_MARKER
+from meseta.checkpoint.store.store import list_candidates, make_store
 from meseta.machine import remote
-from meseta.machine.remote import RemotePath, locate
+from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError
 from sampling import product, sample
 
@@ -45,7 +45,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A store that fails once is asked once, so that the error is seen."""
     monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(remote, "WAITS_S", ())
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", ())
     yield
     fsspec.filesystem("failing").store.clear()
 
@@ -70,7 +70,7 @@ class Scene:
         errors = [error for error in self.run.save(step) if error is not None]
         assert all(isinstance(error, MesetaError) for error in errors), errors
         self.told += map(str, errors)
-        self.told += self.run.savers[0].notes()
+        self.told += self.run.savers[0].pop_warnings()
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         try:
@@ -82,7 +82,7 @@ class Scene:
 
 def scene(place: Path, where: str, *, saves: int = 0, **settings: Any) -> Scene:
     """A run at a directory with a mirror at a URL, or at a URL, that has saved so many steps."""
-    folder: Any = place / "run" if where == "directory" else locate(f"failing://bucket{place}/run")
+    folder: Any = place / "run" if where == "directory" else to_location(f"failing://bucket{place}/run")
     mirror = f"failing://bucket{place}/mirror" if where == "directory" else ""
     keys = {"deltas": "consecutive", "max_chain": 8, "keep_last": 1, **settings}
     run = Run(folder, PLAN, **keys, **({"mirror": mirror} if mirror else {}))
@@ -97,7 +97,7 @@ def check_kept(scene: Scene, *, spoiled: str = "") -> None:
     """Every checkpoint here, at the mirror, and every compacted one verifies and has the bits of its step."""
     places = [scene.folder, *([scene.mirror] if scene.mirror else []), scene.made]
     for place in places:
-        for path in named(locate(str(place)) if "://" in str(place) else place):
+        for path in list_candidates(to_location(str(place)) if "://" in str(place) else place):
             if path.name != spoiled:
                 assert holds(loads(path, PLAN), scene.run.history) == int(path.name[-9:]), path
                 verify(path)
@@ -138,7 +138,7 @@ def fetching(scene: Scene) -> None:
     def start() -> None:
         scene.run = Run(scene.folder, PLAN, **scene.run.settings)
         scene.run.history = history
-        scene.run.savers[0].fetch()
+        scene.run.savers[0].fetch_from_mirror()
         path = newest(scene.folder)
         assert path is not None and path.name == "step-000000003"
         scene.run.resume(path)
@@ -153,18 +153,18 @@ def going_back(scene: Scene) -> None:
     is run again."""
 
     def start() -> None:
-        with retries.repeated_reads():
+        with retries.retry_reads():
             path = newest(scene.folder)
             assert path is not None
             if path.name == "step-000000003":
                 [problem] = loads(path, PLAN)
                 assert isinstance(problem, DamagedCheckpoint), problem
-                offer = offer_older(problem, path)
-                assert [path.name for path in offer.passed] == ["step-000000003"]
-                for passed in offer.passed:
-                    store_at(scene.folder).pass_over(passed, offer.problem)
-                assert offer.path is not None
-                path = offer.path
+                offer = fallback_checkpoint_error(problem, path)
+                assert [path.name for path in offer.unusable] == ["step-000000003"]
+                for passed in offer.unusable:
+                    make_store(scene.folder).quarantine(passed, offer.problem)
+                assert offer.fallback is not None
+                path = offer.fallback
             assert path.name == "step-000000002"
             scene.run.resume(path)
 
@@ -275,7 +275,7 @@ def check_next_save(scene: Scene) -> None:
     scene.told.clear()
     scene.save(7)
     assert scene.told == []
-    kept = named(scene.folder)
+    kept = list_candidates(scene.folder)
     assert len(kept) <= scene.run.settings["keep_last"] and kept[-1].name == "step-000000007"
     verify(kept[-1])
 
@@ -318,7 +318,7 @@ def test_many_manifest_reads_fail(tmp_path: Path, seed: int) -> None:
         check_kept(tried)
         if step == 4:
             with (
-                retries.repeated_reads() if draw.random() < 0.5 else nullcontext(),
+                retries.retry_reads() if draw.random() < 0.5 else nullcontext(),
                 failing_reads(*tried.roots, choose=choose),
             ):
                 path = tried.attempt(lambda: newest(tried.folder))
@@ -352,10 +352,10 @@ def test_pruning_keeps_what_the_newest_needs(tmp_path: Path, error: int) -> None
         f"checkpoint file '{manifest}' cannot be read ({os.strerror(error)}); run the command again once it can; no "
         "checkpoint is deleted for now, and the next save tries again"
     )
-    assert [path.name[-1] for path in named(tried.folder)] == ["7", "8"]
+    assert [path.name[-1] for path in list_candidates(tried.folder)] == ["7", "8"]
     check_kept(tried)
     tried.save(9)
-    assert [path.name[-1] for path in named(tried.folder)] == ["9"]
+    assert [path.name[-1] for path in list_candidates(tried.folder)] == ["9"]
 
 
 def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +367,11 @@ def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: 
     def choose(read: Read) -> int | None:
         return errno.EIO if read.path == manifest and read.kind == "open" else None
 
-    with failing_reads(tried.folder, choose=choose) as reads, retries.repeated_reads():
+    with failing_reads(tried.folder, choose=choose) as reads, retries.retry_reads():
         [problem] = loads(tried.folder / "step-000000003", PLAN)
         assert isinstance(problem, DamagedCheckpoint)
         with pytest.raises(MesetaError) as raised:
-            offer_older(problem, tried.folder / "step-000000003")
+            fallback_checkpoint_error(problem, tried.folder / "step-000000003")
     assert len([read for read in reads if read.path == manifest and read.kind == "open"]) >= 3
     aside = f"{tried.folder}/step-000000002"
     assert str(raised.value) == (
@@ -379,7 +379,7 @@ def test_a_read_that_keeps_failing_ends_going_back(tmp_path: Path, monkeypatch: 
         f"command again once it can (tried for 0.3 s), or set the checkpoint aside with `mv {aside} {aside}.unread`, "
         "to resume from an older one"
     )
-    assert not list(tried.folder.rglob(PASSED_OVER))
+    assert not list(tried.folder.rglob(QUARANTINE_MARKER))
     os.rename(aside, f"{aside}.unread")
-    offer = offer_older(problem, tried.folder / "step-000000003")
-    assert offer.path is not None and offer.path.name == "step-000000001"
+    offer = fallback_checkpoint_error(problem, tried.folder / "step-000000003")
+    assert offer.fallback is not None and offer.fallback.name == "step-000000001"

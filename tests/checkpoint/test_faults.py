@@ -16,11 +16,11 @@ import torch
 
 from checkpoint.running import FUSE, SPECS, Run, dense_of, holds, loads
 from checkpoint.simulated import pieces, plain_plan, random_plan, random_tables
-from meseta.checkpoint import DamagedCheckpoint, latest, offer_older, save, verify
+from meseta.checkpoint import DamagedCheckpoint, fallback_checkpoint_error, latest_complete, save, verify
+from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.older import OlderCheckpoint
-from meseta.checkpoint.store.names import PASSED_OVER
-from meseta.checkpoint.store.store import named, store_at
+from meseta.checkpoint.store.names import QUARANTINE_MARKER
+from meseta.checkpoint.store.store import list_candidates, make_store
 from meseta.comm import World
 from meseta.spec import MesetaError
 from sampling import sample
@@ -68,7 +68,7 @@ def change_and_save_on(run: Run, draw: random.Random, step: int, *, is_harmed: b
     for later in (step, step + 1):
         saved(run, draw, later)
     assert not list(run.folder.glob(".*"))
-    left = named(run.folder)
+    left = list_candidates(run.folder)
     assert left[-1].name == f"step-{step + 1:09d}"
     for path in left:
         results = loads(path, plain_plan(SPECS, 1, "table_wise"))
@@ -145,7 +145,7 @@ def damage(folder: Path, draw: random.Random) -> None:
         saved(run, draw, step)
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     harmed = draw.choice(HARMS)(files, draw)
-    newest, names = named(folder)[-1], [str(file.relative_to(folder)) for file in harmed]
+    newest, names = list_candidates(folder)[-1], [str(file.relative_to(folder)) for file in harmed]
     plan = random_plan(SPECS, draw.choice([1, 2, 3]), draw.randrange(1 << 30))
     results = loads(newest, plan)
     if not any(isinstance(result, Exception) for result in results):
@@ -155,35 +155,35 @@ def damage(folder: Path, draw: random.Random) -> None:
     told(results, *names, "manifest.json: ")
     [problem, *_] = results
     assert isinstance(problem, DamagedCheckpoint)
-    offer = offer_older(problem, newest)
+    offer = fallback_checkpoint_error(problem, newest)
     whole = []
-    for path in named(folder)[:-1]:
+    for path in list_candidates(folder)[:-1]:
         try:
             step = holds(loads(path, plan), run.history)
         except MesetaError:
             continue
         assert step == int(path.name[-9:])
         whole.append(path)
-    assert offer.path == (whole[-1] if whole else None)
-    if offer.path is not None:
+    assert offer.fallback == (whole[-1] if whole else None)
+    if offer.fallback is not None:
         gone_back(run, draw, offer)
 
 
-def gone_back(run: Run, draw: random.Random, offer: OlderCheckpoint) -> None:
+def gone_back(run: Run, draw: random.Random, offer: FallbackCheckpointError) -> None:
     """What it passed over is never taken up, nor are others deleted for it."""
-    assert offer.path is not None
-    for path in offer.passed:
-        store_at(run.folder).pass_over(path, "damaged")
-    assert latest(run.folder) == offer.path
-    run.resume(offer.path, random_plan(SPECS, draw.choice([1, 2]), draw.randrange(1 << 30)))
-    first, last = (int(path.name[-9:]) for path in (offer.path, offer.passed[0]))
+    assert offer.fallback is not None
+    for path in offer.unusable:
+        make_store(run.folder).quarantine(path, "damaged")
+    assert latest_complete(run.folder) == offer.fallback
+    run.resume(offer.fallback, random_plan(SPECS, draw.choice([1, 2]), draw.randrange(1 << 30)))
+    first, last = (int(path.name[-9:]) for path in (offer.fallback, offer.unusable[0]))
     for step in range(first + 1, last + draw.choice([0, 2])):
         if draw.random() < 0.7:
             saved(run, draw, step)
-            assert named(run.folder)[-1].name == f"step-{step:09d}"
+            assert list_candidates(run.folder)[-1].name == f"step-{step:09d}"
     change_and_save_on(run, draw, 10, is_harmed=True)
-    for path in offer.passed:  # each is as it was, or replaced and perhaps pruned
-        assert (path / PASSED_OVER).exists() or int(path.name[-9:]) in run.history
+    for path in offer.unusable:  # each is as it was, or replaced and perhaps pruned
+        assert (path / QUARANTINE_MARKER).exists() or int(path.name[-9:]) in run.history
 
 
 # Disks that refuse.
@@ -202,7 +202,7 @@ def full_disk(folder: Path, draw: random.Random) -> None:
                 told(results, "No space left on device", "os error 28")
             else:
                 good.append(step)
-            newest = latest(run.folder) if run.folder.exists() else None
+            newest = latest_complete(run.folder) if run.folder.exists() else None
             assert (newest is None) == (not good), (newest, good)
             if newest is not None:
                 assert holds(loads(newest, run.plan), run.history) >= good[-1]
@@ -224,7 +224,7 @@ def refused_change(folder: Path, draw: random.Random) -> None:
             results = run.save(step)
         if any(results):
             told(results, os.strerror(number))
-    newest = latest(folder)
+    newest = latest_complete(folder)
     assert newest is not None
     step = holds(loads(newest, run.plan), run.history)
     assert step >= first
@@ -260,7 +260,7 @@ def two_writers(folder: Path, draw: random.Random) -> None:
     assert len(refused) < 2
     for result in refused:
         told([result], "another process writes a checkpoint there now")
-    for path in named(folder):
+    for path in list_candidates(folder):
         writers = [number for number in (0, 1) if results[number] == path]
         [(_, shards)] = loads(path, plan)  # type: ignore[misc]
         assert any(

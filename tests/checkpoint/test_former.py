@@ -43,9 +43,9 @@ def test_it_loads_under_any_plan(step: int, size: int, sharding: str) -> None:
         assert (found.step, found.state) == (step, {**STATE, "reader": {"row": step * 90}})
         assert torch.equal(found.dense["over.bias"], torch.arange(3.0) / step)
         carried = CARRIED[step]
-        assert (found.carried is None) == (carried is None)
+        assert (found.prefetched_embeddings is None) == (carried is None)
         for name, tensor in (carried or {}).items():
-            assert torch.equal(found.carried[name], tensor)  # type: ignore[index]
+            assert torch.equal(found.prefetched_embeddings[name], tensor)  # type: ignore[index]
 
     returned(on_ranks(size, loaded))
 
@@ -57,7 +57,7 @@ def test_it_is_written_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plan, former = plain_plan(SPECS, 1, "table_wise"), FORMER / f"step-{step:09d}"
     shards = pieces(SPECS, plan, 0, random_tables(SPECS, seed=step))
     known = {"step": step, "plan": plan, "state": {**STATE, "reader": {"row": step * 90}}}
-    dense, options = {"over.bias": torch.arange(3.0) / step}, SaveOptions(carried=CARRIED[step])
+    dense, options = {"over.bias": torch.arange(3.0) / step}, SaveOptions(prefetched_embeddings=CARRIED[step])
     path = save(tmp_path, world=World.single(), shards=shards, dense=dense, options=options, **known)  # type: ignore[arg-type]
     for written in (path, compact(former, tmp_path / "compact")):
         files = sorted(file.relative_to(former) for file in former.rglob("*") if file.is_file())

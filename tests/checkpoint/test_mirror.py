@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from checkpoint.saver import save_version
-from meseta.checkpoint import Mirror, fetch, latest, verify
+from meseta.checkpoint import Mirror, fetch, latest_complete, verify
 from meseta.checkpoint.files import layout
 from meseta.checkpoint.store import mirror as copying
 from meseta.spec import MesetaError
@@ -40,11 +40,11 @@ def test_there_and_back(url: str, tmp_path: Path) -> None:
         save_version(tmp_path / "here", version)
         mirror.put(tmp_path / f"here/step-00000000{version // 2}")
     assert steps(mirror) == ["1", "2", "3"]
-    mirror.keep(["step-000000001", "step-000000003"])
+    mirror.delete_except(["step-000000001", "step-000000003"])
     assert steps(mirror) == ["1", "3"]
     for path in (mirror.get(tmp_path / "back"), fetch(f"{url}/step-000000001", tmp_path / "back")):
         assert verify(path) == verify(tmp_path / "here" / path.name)
-    assert latest(tmp_path / "back") == tmp_path / "back/step-000000003"
+    assert latest_complete(tmp_path / "back") == tmp_path / "back/step-000000003"
     assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["step-000000001", "step-000000003"]
 
 
@@ -61,7 +61,7 @@ def test_an_upload_that_breaks_off_is_no_checkpoint(url: str, tmp_path: Path, mo
     save_version(tmp_path, 4)
     mirror = Mirror(url)
     mirror.put(tmp_path / "step-000000001")
-    really = copying.copy_whole
+    really = copying.copy_file
     num_files = len([p for p in (tmp_path / "step-000000002").rglob("*") if p.is_file()]) - 1
     for left in range(0, num_files, 3):
         calls = [0]
@@ -73,7 +73,7 @@ def test_an_upload_that_breaks_off_is_no_checkpoint(url: str, tmp_path: Path, mo
             really(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(copying, "copy_whole", break_off)
+            patch.setattr(copying, "copy_file", break_off)
             with pytest.raises(MesetaError, match=r"run' cannot be used \(reset by peer\)"):
                 mirror.put(tmp_path / "step-000000002")
         assert steps(mirror) == ["1"]
@@ -99,7 +99,7 @@ def test_damage_is_found_on_the_way_back(tmp_path: Path) -> None:
     block.write_bytes(block.read_bytes()[:-1])
     with pytest.raises(MesetaError, match=r"must have \d+ bytes, but has"):
         fetch(f"file://{tmp_path}/there", tmp_path / "back")
-    assert latest(tmp_path / "back") is None
+    assert latest_complete(tmp_path / "back") is None
 
 
 @pytest.mark.parametrize(

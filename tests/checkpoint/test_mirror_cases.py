@@ -16,10 +16,10 @@ from checkpoint.running import SPECS, Run
 from checkpoint.simulated import random_plan
 from meseta.checkpoint import Mirror, fetch, list_checkpoints, summarize, verify
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.manifest import RUN_ID, entries_of, read_manifest
+from meseta.checkpoint.manifest import RUN_ID, file_entries, read_manifest
 from meseta.checkpoint.store import contents
-from meseta.checkpoint.store.contents import own_checkpoints
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint.store.contents import checkpoints_without_links
+from meseta.checkpoint.store.store import make_store
 from meseta.spec import MesetaError
 from sampling import product, sample
 
@@ -107,7 +107,7 @@ def save(run: Run, steps: range) -> None:
 def resume(run: Run, step: int) -> None:
     """Another process resumes the run."""
     run.resume(run.folder / f"step-{step:09d}")
-    run.savers[0].take_up(resumed(run, step))
+    run.savers[0].resume_from(resumed(run, step))
 
 
 def resumed(run: Run, step: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def bring_about(state: str, run: Run, place: Place, tmp_path: Path, policy: str,
     if state == "newer":
         shutil.copytree(run.folder, tmp_path / "older")
     save(run, range(4, 6))
-    assert run.savers[0].notes() == []
+    assert run.savers[0].pop_warnings() == []
     files = place.read()
     if state == "empty":
         place.write({})
@@ -155,7 +155,7 @@ def bring_about(state: str, run: Run, place: Place, tmp_path: Path, policy: str,
 
 def check_whole(place: Place, run: Run, step: int) -> None:
     """Every checkpoint at the mirror verifies; the newest is that of the run, and can be fetched."""
-    paths = list(own_checkpoints(store_at(place.url)))
+    paths = list(checkpoints_without_links(make_store(place.url)))
     assert paths and paths[-1].name == f"step-{step:09d}"
     for path in paths:
         assert verify(path) == verify(run.folder / path.name)
@@ -176,7 +176,7 @@ def test_after_the_next_save(
     run = begin(tmp_path, place, policy, seed)
     bring_about(state, run, place, tmp_path, policy, seed)
     if "older_version" in state:
-        monkeypatch.setattr(contents, "run_id_of", lambda manifest: None)
+        monkeypatch.setattr(contents, "get_run_id", lambda manifest: None)
     before = place.read()
     step = 4 if state == "newer" else 6
     save(run, range(step, step + 1))
@@ -187,12 +187,12 @@ def test_after_the_next_save(
         told += r"of (run [0-9a-f]{32}|a run without an id), and this is run [0-9a-f]{32} at step 6; choose another"
         assert place.read() == before
         with pytest.raises(MesetaError, match=told):
-            saver.copy_all()
+            saver.sync_mirror()
         with pytest.raises(MesetaError, match=told):
-            saver.take_up(resumed(run, 6))
+            saver.resume_from(resumed(run, 6))
         assert place.read() == before
         return
-    saver.copy_all()
+    saver.sync_mirror()
     check_whole(place, run, step)
 
 
@@ -246,7 +246,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, place_of: Callable[[str], Place
             assert num_saves < -(-total_bytes // least_bytes), (name, num_saves)
             if draw.random() < 0.5:
                 resume(run, step - 1)
-        for path in own_checkpoints(store_at(place.url)):
+        for path in checkpoints_without_links(make_store(place.url)):
             verify(path)
 
 
@@ -255,7 +255,7 @@ def test_both_damaged_is_told(tmp_path: Path) -> None:
     place = Place(f"file://{tmp_path}/there")
     run = begin(tmp_path, place, "one_shot", 1)
     save(run, range(1, 3))
-    entries = entries_of(read_manifest(run.folder / "step-000000002"))
+    entries = file_entries(read_manifest(run.folder / "step-000000002"))
     name = next(entry["path"].removeprefix("../") for entry in entries if entry["path"].startswith("../"))
     here, there = run.folder / name, tmp_path / "there" / name
     here.write_bytes(flipped(here.read_bytes()))
@@ -263,7 +263,7 @@ def test_both_damaged_is_told(tmp_path: Path) -> None:
     before, notes = there.read_bytes(), list[str]()
     for step in range(3, 12):
         save(run, range(step, step + 1))
-        notes += run.savers[0].notes()
+        notes += run.savers[0].pop_warnings()
         if notes:
             break
     assert len(notes) == 1 and f"{str(here)!r} must have the checksum" in notes[0]
@@ -280,8 +280,8 @@ def test_a_damaged_original_is_not_sent(tmp_path: Path) -> None:
     here.write_bytes(flipped(here.read_bytes()))
     save(run, range(3, 4))
     with pytest.raises(MesetaError, match=f"{here}' must have the checksum"):
-        run.savers[0].copy_all()
+        run.savers[0].sync_mirror()
     assert Mirror(place.url).names() == ["step-000000003"]
     save(run, range(4, 5))
-    run.savers[0].copy_all()
+    run.savers[0].sync_mirror()
     check_whole(place, run, 4)

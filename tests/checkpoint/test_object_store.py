@@ -22,7 +22,7 @@ from meseta.checkpoint import (
     compact,
     compare,
     export,
-    latest,
+    latest_complete,
     list_checkpoints,
     newest,
     prune,
@@ -30,11 +30,11 @@ from meseta.checkpoint import (
     verify,
 )
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.manifest import entries_of, read_manifest
-from meseta.checkpoint.store.names import checkpoint_path, named_step
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint.manifest import file_entries, read_manifest
+from meseta.checkpoint.store.names import checkpoint_path, parse_step
+from meseta.checkpoint.store.store import make_store
 from meseta.machine import remote
-from meseta.machine.remote import RemotePath, locate
+from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError
 from sampling import sample
 
@@ -46,8 +46,8 @@ RATE = 0.03
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
-    monkeypatch.setattr(remote, "PART_BYTES", 4096)
-    monkeypatch.setattr(remote, "WAITS_S", (0.05, 0.1, 0.2, 0.4))
+    monkeypatch.setattr(remote, "UPLOAD_PART_BYTES", 4096)
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.05, 0.1, 0.2, 0.4))
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -76,14 +76,14 @@ def memory() -> Iterator[str]:
 def check_collected(client: Any, bucket: str) -> None:
     """No upload is unfinished, and every object is a manifest or named by one."""
     assert uploads_of(client, bucket) == []
-    needed = {f"{path}/manifest.json" for path in store_at(f"s3://{bucket}/run").named()}
-    for path in store_at(f"s3://{bucket}/run").named():
+    needed = {f"{path}/manifest.json" for path in make_store(f"s3://{bucket}/run").list_candidates()}
+    for path in make_store(f"s3://{bucket}/run").list_candidates():
         needed |= {f"{path}/{entry}" for entry in files_named(path)}
     assert {f"s3://{bucket}/{key}" for key in keys_of(client, bucket)} == needed
 
 
 def files_named(path: RemotePath) -> set[str]:
-    return {entry["path"] for entry in entries_of(read_manifest(path))}
+    return {entry["path"] for entry in file_entries(read_manifest(path))}
 
 
 @pytest.mark.parametrize("seed", sample(range(100), k=1, seed=4))
@@ -95,13 +95,13 @@ def test_kill_9_while_saving_to_a_faulty_store(s3: tuple[Proxy, Any], bucket: st
     waits = seed % 4 != 0
     saved = killed_while_saving(save_for_ever, (url, dict(os.environ)), delay_s, 0, wait_for_one=waits)
     proxy.disturb(seed, 0.0)
-    path = latest(url)
-    assert path == newest(url) and (0 if path is None else named_step(path)) >= saved
+    path = latest_complete(url)
+    assert path == newest(url) and (0 if path is None else parse_step(path)) >= saved
     for listed in list_checkpoints(url) if path is not None else ():
         assert listed.problem == ""
         version, shards = load_version(listed.path)
         assert_holds(shards, tables_of(version))
-    save_step(url, 1 if path is None else named_step(path) + 1)
+    save_step(url, 1 if path is None else parse_step(path) + 1)
     check_collected(client, bucket)
 
 
@@ -111,7 +111,7 @@ def test_faults_are_met_again_and_again(s3: tuple[Proxy, Any], bucket: str) -> N
     proxy.met.clear()
     proxy.disturb(1, 0.1)
     save_step(f"s3://{bucket}/run", 1)
-    path = checkpoint_path(locate(f"s3://{bucket}/run"), 1)
+    path = checkpoint_path(to_location(f"s3://{bucket}/run"), 1)
     version, shards = load_version(path)
     proxy.disturb(1, 0.0)
     assert version == 1 and len(proxy.met) > 3
@@ -139,7 +139,7 @@ def test_a_second_run_is_refused(s3: tuple[Proxy, Any], bucket: str) -> None:
     before = {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
     with pytest.raises(MesetaError, match=r"step-000000001' is another run's, .*stop that one, or choose another"):
         save_step(url, 1)
-    mine, path = store_at(url), checkpoint_path(locate(url), 1)
+    mine, path = make_store(url), checkpoint_path(to_location(url), 1)
     with pytest.raises(MesetaError, match=r"step-000000001/manifest.json' is another run's"):
         mine.commit(path, {**read_manifest(path), "reader": "another"})
     assert before == {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
@@ -168,7 +168,7 @@ def test_the_same_bytes_as_in_a_directory(memory: str, tmp_path: Path) -> None:
         save_step(parent, 1)
     path, here = f"{memory}/step-000000001", tmp_path / "here/step-000000001"
     files = {file.relative_to(here).as_posix(): file.read_bytes() for file in here.rglob("*") if file.is_file()}
-    root = locate(path)
+    root = to_location(path)
     assert isinstance(root, RemotePath)
     assert {name: (root / name).read(0, 1 << 30) for name in root.files()} == files
     assert verify(path) == verify(here) == verify(tmp_path / "there/step-000000001")
@@ -177,7 +177,7 @@ def test_the_same_bytes_as_in_a_directory(memory: str, tmp_path: Path) -> None:
     [listed] = list_checkpoints(memory)
     assert listed.summary is not None and listed.summary.saved_at_s > 1e9
     (root / "dense.safetensors").delete()
-    assert latest(memory) is None and newest(memory) == root
+    assert latest_complete(memory) is None and newest(memory) == root
     assert "dense.safetensors' cannot be read" in list_checkpoints(memory)[0].problem
 
 
@@ -197,7 +197,7 @@ def test_deltas_at_a_url(memory: str, tmp_path: Path, policy: str) -> None:
         assert [listed.problem for listed in list_checkpoints(memory)] == [""]
         for mirror in mirrors:
             mirror.put(path)
-            mirror.keep([path.name])
+            mirror.delete_except([path.name])
             assert mirror.names() == [path.name]
         tables, changed = change(tables, step)
     made = compact(path, tmp_path / "compact")
@@ -207,4 +207,4 @@ def test_deltas_at_a_url(memory: str, tmp_path: Path, policy: str) -> None:
         assert verify(back) == verify(plain)
         assert [listed.problem for listed in list_checkpoints(back.parent)] == [""]
     run.save(9, random_plan(SPECS, 1, 9), tables, changed)
-    assert sorted(store_at(memory).named()) == [path, checkpoint_path(locate(memory), 9)]
+    assert sorted(make_store(memory).list_candidates()) == [path, checkpoint_path(to_location(memory), 9)]

@@ -30,9 +30,9 @@ from checkpoint.simulated import (
 from meseta.checkpoint import DamagedCheckpoint, SaveOptions, compact, load, save, summarize, verify
 from meseta.checkpoint.files import digest, layout
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.policy import Base, base_of
+from meseta.checkpoint.policy import DeltaBase, choose_base
 from meseta.comm import World
-from meseta.config.row_bits import WIDTHS, RowBits
+from meseta.config.row_bits import ROW_BIT_WIDTHS, RowBits
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
@@ -64,19 +64,19 @@ def numbers(seed: int) -> Tables:
 
 
 def saved(
-    parent: Path, step: int, plan: Plan, tables: Tables, bits: RowBits, base: Base | None, changed: dict[str, Any]
+    parent: Path, step: int, plan: Plan, tables: Tables, bits: RowBits, base: DeltaBase | None, changed: dict[str, Any]
 ) -> Path:
     """On the ranks of the plan; with a base, the rows that have changed."""
 
     def run(world: World) -> Path:
         shards: list[Any] = pieces(SPECS, plan, world.rank, tables)
-        known = base if world.rank == 0 or base is None else base.told()
+        known = base if world.rank == 0 or base is None else base.for_other_ranks()
         if known is not None:
             for at, piece in enumerate(shards):
                 (first, stop), rows = piece.shard.rows, changed[piece.spec.name]
                 of_piece = RowSet(piece.shard.num_rows)
                 of_piece.add(rows[(rows >= first) & (rows < stop)] - first)
-                shards[at] = piece.select(known.rows(piece.shard, of_piece))
+                shards[at] = piece.select(known.select_rows(piece.shard, of_piece))
         options = SaveOptions(base=known, bits={spec.name: bits for spec in SPECS})
         fixed = {"step": step, "plan": plan, "dense": {"bias": torch.ones(2)}, "state": {}}
         return save(parent, world=world, shards=shards, options=options, **fixed)
@@ -91,7 +91,9 @@ def assert_near(found: np.ndarray, expected: np.ndarray, error: float) -> None:
     np.testing.assert_array_equal(found[~finite], expected[~finite])
 
 
-CASES = [(policy, bits, seed) for policy in (None, "one_shot", "rolling") for bits in WIDTHS for seed in range(4)]
+CASES = [
+    (policy, bits, seed) for policy in (None, "one_shot", "rolling") for bits in ROW_BIT_WIDTHS for seed in range(4)
+]
 
 
 @pytest.mark.parametrize("case", sample(CASES, 1, seed=2002))
@@ -101,7 +103,7 @@ def test_restored_again_and_again(tmp_path: Path, case: tuple[str | None, RowBit
     changed = {spec.name: torch.arange(spec.num_embeddings) for spec in SPECS}
     since_whole = {name: rows[:0] for name, rows in changed.items()}
     for step in range(1, 5):
-        base = None if policy is None or step == 1 else base_of(path, policy, 3, dict.fromkeys(tables, bits))  # type: ignore[arg-type]
+        base = None if policy is None or step == 1 else choose_base(path, policy, 3, dict.fromkeys(tables, bits))  # type: ignore[arg-type]
         since_whole = {name: torch.cat([rows, changed[name]]).unique() for name, rows in since_whole.items()}
         plan = random_plan(SPECS, rng.choice([1, 2, 4]), rng.randrange(1 << 30))
         path = saved(tmp_path, step, plan, tables, bits, base, since_whole if policy == "one_shot" else changed)
@@ -188,13 +190,13 @@ def test_what_a_manifest_says_of_codes_is_checked(tmp_path: Path, change: dict[s
     path = saved(tmp_path, 3, plain_plan(SPECS, 1, "table_wise"), numbers(5), 4, None, {})
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["tables"]["brain"]["blocks"][0] |= change
-    manifest["manifest_checksum"] = digest.of_manifest(manifest)
+    manifest["manifest_checksum"] = digest.hash_manifest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedCheckpoint, match=words):
         verify(path)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", ROW_BIT_WIDTHS)
 def test_rows_keep_their_bits_wherever_they_lie(tmp_path: Path, bits: RowBits) -> None:
     """Saved, restored into another tier and on other ranks, and saved again, ever the same bytes."""
     specs = [TableSpec(name="user", num_embeddings=203, embedding_dim=40)]

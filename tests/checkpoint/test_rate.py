@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from checkpoint.simulated import on_ranks, pieces, placed, plain_plan, random_tables, returned
-from meseta.checkpoint import SaveOptions, WriteRate, save
-from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
+from meseta.checkpoint import SaveOptions, WriteRateLimiter, save
+from meseta.checkpoint.files.rate_limit import MIN_BYTES_PER_S
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec
 from meseta.train import saving as train_saving
-from meseta.train.saving import Saver
+from meseta.train.saving import CheckpointManager
 
 
 class Write(NamedTuple):
@@ -37,15 +37,15 @@ class SimulatedRank:
 
     def __init__(self, limit: float, draw: random.Random) -> None:
         self.now, self.writes, self._draw = 0.0, list[Write](), draw
-        self.rate = WriteRate(limit, clock=lambda: self.now, sleep=self._sleep)
+        self.rate = WriteRateLimiter(limit, clock=lambda: self.now, sleep=self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds + self._draw.choice([0] * 300 + [1e-4, 5e-3])
 
     def write(self, num_bytes: int, stalls: bool) -> None:
         while num_bytes:
-            size = min(num_bytes, self._draw.choice([self.rate.piece_bytes(1 << 20)] * 100 + [4096, 77]))
-            with self.rate.piece(size):
+            size = min(num_bytes, self._draw.choice([self.rate.chunk_bytes(1 << 20)] * 100 + [4096, 77]))
+            with self.rate.throttle(size):
                 start = self.now
                 self.now += self._draw.choice([0, 1e-4, 1e-3] * 20 + [1.3] if stalls else [0] * 50 + [1e-4])
                 self.writes.append(Write(start, self.now, size))
@@ -73,11 +73,11 @@ def test_no_second_holds_more(num_ranks: int, stalls: bool) -> None:
     for total in (40_000_000, 300_000, 2_000_000, 5_000, 11_000_000, 90_000_000):
         num_writers = draw.randint(1, num_ranks)
         for rank in ranks:
-            rank.rate.share(num_writers)
+            rank.rate.set_num_writers(num_writers)
         for rank in ranks[:num_writers]:
             rank.write(total // num_writers, stalls)
         meet(ranks)
-        ranks[0].rate.share(1)
+        ranks[0].rate.set_num_writers(1)
         ranks[0].write(total // 50, stalls)
         meet(ranks)
     writes = [write for rank in ranks for write in rank.writes]
@@ -89,11 +89,11 @@ def test_no_second_holds_more(num_ranks: int, stalls: bool) -> None:
 
 def test_writes_of_all_threads_take_turns() -> None:
     """Of one rank, in real time."""
-    rate, writes = WriteRate(2e6), list[Write]()
+    rate, writes = WriteRateLimiter(2e6), list[Write]()
 
     def write() -> None:
         for _ in range(60):
-            with rate.piece(size := rate.piece_bytes(1 << 20)):
+            with rate.throttle(size := rate.chunk_bytes(1 << 20)):
                 start = time.monotonic()
                 time.sleep(1e-4)
                 writes.append(Write(start, time.monotonic(), size))
@@ -116,25 +116,25 @@ def test_a_lifted_limit_holds_nobody() -> None:
         slept.append(seconds)
         lifted.set()
 
-    rate = WriteRate(1e6, is_lifted=lifted.is_set, clock=lambda: 5.0, sleep=sleep)
-    assert rate.piece_bytes(1 << 20) == 7812
+    rate = WriteRateLimiter(1e6, is_disabled=lifted.is_set, clock=lambda: 5.0, sleep=sleep)
+    assert rate.chunk_bytes(1 << 20) == 7812
     for _ in range(2):
-        with rate.piece(7812):
+        with rate.throttle(7812):
             pass
     assert slept == [pytest.approx(7812 / 0.95e6)]
-    assert rate.piece_bytes(1 << 20) == 1 << 20
-    with rate.piece(1 << 20), rate.piece(1 << 20):  # side by side
+    assert rate.chunk_bytes(1 << 20) == 1 << 20
+    with rate.throttle(1 << 20), rate.throttle(1 << 20):  # side by side
         pass
     assert len(slept) == 1
 
 
 def test_less_than_ranks_can_share_is_refused() -> None:
-    rate = WriteRate(3 * LEAST_BYTES_PER_S)
-    rate.share(3)
+    rate = WriteRateLimiter(3 * MIN_BYTES_PER_S)
+    rate.set_num_writers(3)
     with pytest.raises(MesetaError, match=r"3,000,000 bytes a second for 4 ranks .* each have at least 1,000,000"):
-        rate.share(4)
+        rate.set_num_writers(4)
     with pytest.raises(MesetaError, match="1,000 bytes a second"):
-        WriteRate(1000)
+        WriteRateLimiter(1000)
 
 
 SPECS = [
@@ -151,7 +151,9 @@ def save_on(num_ranks: int, parent: Path, limit: float | None) -> None:
 
     def run(world: World) -> Path:
         shards = pieces(SPECS, plan, world.rank, TABLES)
-        options = SaveOptions(carried=CARRIED, rate=None if limit is None else WriteRate(limit))
+        options = SaveOptions(
+            prefetched_embeddings=CARRIED, rate_limiter=None if limit is None else WriteRateLimiter(limit)
+        )
         return save(parent, world=world, step=1, plan=plan, shards=shards, dense=DENSE, state={}, options=options)
 
     returned(on_ranks(num_ranks, run))
@@ -195,11 +197,13 @@ def test_files_grow_so_fast_and_no_faster(tmp_path: Path) -> None:
         assert max(has - had for _, last, has in seen if last - first <= 1) <= limit
 
 
-def make_saver(folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> Saver:
+def make_saver(folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> CheckpointManager:
     monkeypatch.setattr(
-        train_saving.checkpoint, "WriteRate", lambda limit, **options: WriteRate(limit, **options, **replaced)
+        train_saving.checkpoint,
+        "WriteRateLimiter",
+        lambda limit, **options: WriteRateLimiter(limit, **options, **replaced),
     )
-    return Saver(CheckpointConfig(max_bytes_per_s=1e6, background="always"), folder, World.single())
+    return CheckpointManager(CheckpointConfig(max_bytes_per_s=1e6, background="always"), folder, World.single())
 
 
 def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +215,7 @@ def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypa
         assert not signalled
         now[0] += seconds
         if now[0] > 1 and stops:
-            saver.interruption.number = signal.SIGTERM
+            saver.signal_listener.signal_number = signal.SIGTERM
             signalled.append(now[0])
 
     for stops in (False, True):
@@ -219,7 +223,7 @@ def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypa
         saver = make_saver(tmp_path / str(stops), monkeypatch, clock=lambda: now[0], sleep=sleep)
         saver.save(1, embeddings, DENSE, {}, None, is_last=False)
         saver.wait()
-        saver.apply_agreed([float(stops), 0.0, 0.0])
+        saver.apply_flag_sums([float(stops), 0.0, 0.0])
         saver.save(2, embeddings, DENSE, {}, None, is_last=True)
         assert signalled or now[0] > 4
     assert signalled and now[0] < 1.1
@@ -229,9 +233,9 @@ def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypa
 def test_slower_than_ranks_wait_for_each_other_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float, least: str
 ) -> None:
-    limits = train_saving.Patience.limits
-    monkeypatch.setattr(train_saving.Patience, "limits", type(limits)(stall_s=stall_s))
+    limits = train_saving.ProcessTimeouts.limits
+    monkeypatch.setattr(train_saving.ProcessTimeouts, "limits", type(limits)(stall_s=stall_s))
     world = World(rank=1, size=2, device=torch.device("cpu"))
     with pytest.raises(MesetaError, match=f"is 1,500,000, and must be at least {least} for each rank"):
-        Saver(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)
-    Saver(CheckpointConfig(max_bytes_per_s=6e7), tmp_path, world)
+        CheckpointManager(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)
+    CheckpointManager(CheckpointConfig(max_bytes_per_s=6e7), tmp_path, world)

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from meseta.checkpoint.files import raw
-from meseta.checkpoint.files.raw import PAGE_BYTES, read_whole, scratch, write_whole
+from meseta.checkpoint.files import direct_io
+from meseta.checkpoint.files.direct_io import PAGE_BYTES, read_direct, scratch_buffer, write_direct
 
 SIZES = (1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77)
 
 
 @pytest.fixture(autouse=True)
 def always_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(direct_io, "MIN_DIRECT_BYTES", 0)
 
 
 def there_and_back(path: Path, size: int) -> None:
     content = os.urandom(size)
-    scratch(size)[:size] = content
-    write_whole(path, scratch(size), size)
+    scratch_buffer(size)[:size] = content
+    write_direct(path, scratch_buffer(size), size)
     assert path.read_bytes() == content
-    scratch(size)[:size] = bytes(size)
-    assert read_whole(path, size) == content
-    assert read_whole(path, size - size // 3) == content[: size - size // 3]
-    assert read_whole(path, size + 2 * PAGE_BYTES) == content  # the file ends before
+    scratch_buffer(size)[:size] = bytes(size)
+    assert read_direct(path, size) == content
+    assert read_direct(path, size - size // 3) == content[: size - size // 3]
+    assert read_direct(path, size + 2 * PAGE_BYTES) == content  # the file ends before
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -62,6 +62,6 @@ def test_file_systems_without_direct_transfers(tmp_path: Path, monkeypatch: pyte
 
 def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_whole(tmp_path / "missing", 10)
+        read_direct(tmp_path / "missing", 10)
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "no" / "file", scratch(3), 3)
+        write_direct(tmp_path / "no" / "file", scratch_buffer(3), 3)

@@ -21,7 +21,7 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint import Loaded, load, save, verify
+from meseta.checkpoint import LoadedCheckpoint, load, save, verify
 from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.spec import OptimizerSpec, Plan, TableSpec
@@ -61,8 +61,8 @@ def save_on(parent: Path, plan: Plan, specs: list[TableSpec], tables: Tables, **
     return paths[0]
 
 
-def load_on(path: Path, plan: Plan, specs: list[TableSpec], tables: Tables) -> Loaded:
-    def run(world: World) -> Loaded:
+def load_on(path: Path, plan: Plan, specs: list[TableSpec], tables: Tables) -> LoadedCheckpoint:
+    def run(world: World) -> LoadedCheckpoint:
         shards = blank(specs, plan, world.rank)
         loaded = load(path, world=world, shards=shards)
         assert_holds(shards, tables)
@@ -196,5 +196,5 @@ def test_full_size_blocks_have_16_to_32_mib(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.undo()
     spec = TableSpec(name="t", num_embeddings=8, embedding_dim=width, optimizer=OptimizerSpec(name=name))
     piece = blank([spec], plain_plan([spec], 1, "table_wise"), 0)[0]
-    made = layout.TableLayout.of(spec, piece.values)
+    made = layout.TableLayout.from_values(spec, piece.values)
     assert 16 << 20 <= made.schema.block_rows * made.schema.row_bytes <= 32 << 20

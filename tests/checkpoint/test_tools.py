@@ -27,7 +27,7 @@ from meseta.checkpoint import (
 )
 from meseta.checkpoint.files import layout
 from meseta.comm import World
-from meseta.machine.files import file_name
+from meseta.machine.files import to_file_name
 from meseta.spec import MesetaError
 
 SPECS = some_specs()
@@ -50,7 +50,7 @@ def write(
 ) -> Path:
     plan = plain_plan(specs, 1, "table_wise")
     shards = pieces(specs, plan, 0, tables)
-    saved = {"dense": dense, "options": SaveOptions(carried=carried), "state": {"reader": {"row": step}}}
+    saved = {"dense": dense, "options": SaveOptions(prefetched_embeddings=carried), "state": {"reader": {"row": step}}}
     return save(parent, world=World.single(), step=step, plan=plan, shards=shards, **saved)
 
 
@@ -109,7 +109,7 @@ def test_the_rows_that_differ_are_counted(tmp_path: Path, name: str) -> None:
         [difference] = compare(one, other)
         what = "rows" if column == "row" else f"state {column!r}"
         assert difference.name == f"table {name!r}"
-        assert difference.text.startswith(
+        assert difference.description.startswith(
             f"{what}: {len(rows):,} of {len(values):,} differ, the first is row {rows[0]:,}; the largest difference is "
         )
 
@@ -123,8 +123,8 @@ def test_the_size_of_a_difference(tmp_path: Path) -> None:
     other[spec.name]["row"][0, 0], other[spec.name]["row"][1, 0] = 0.25, -0.75
     dense = {**DENSE, "over.weight": DENSE["over.weight"] + torch.tensor([0.0, 0.5, 0.0])}
     table, tensor = compare(write(tmp_path / "a", 1, tables), write(tmp_path / "b", 1, other, dense))
-    assert table.text.endswith(" the largest difference is 0.75")
-    assert (tensor.name, tensor.text) == (
+    assert table.description.endswith(" the largest difference is 0.75")
+    assert (tensor.name, tensor.description) == (
         "dense tensor 'over.weight'",
         "2 of 6 elements differ; the largest difference is 0.5",
     )
@@ -133,7 +133,7 @@ def test_the_size_of_a_difference(tmp_path: Path) -> None:
 def test_other_tables_and_tensors_are_named(tmp_path: Path) -> None:
     one = write(tmp_path / "a", 1, specs=SPECS[1:], dense={"old": torch.zeros(1), "both": torch.zeros(2)})
     other = write(tmp_path / "b", 1, specs=SPECS[:-1], dense={"both": torch.zeros(3)})
-    found = {d.name: d.text for d in compare(one, other)}
+    found = {d.name: d.description for d in compare(one, other)}
     assert found[f"table {SPECS[0].name!r}"] == f"is only in {str(other)!r}"
     assert found[f"table {SPECS[-1].name!r}"] == f"is only in {str(one)!r}"
     assert found["dense tensor 'old'"] == f"is only in {str(one)!r}"
@@ -151,7 +151,7 @@ def test_answers_that_are_carried_are_known_to_all_tools(tmp_path: Path) -> None
     size = (one / "carried.safetensors").stat().st_size
     assert summarize(one).carried_bytes == size == summarize(one).num_bytes - summarize(plain).num_bytes
     assert [d.name for d in compare(one, other)] == ["carried tensor 'pooled'"]
-    assert [(d.name, d.text) for d in compare(plain, one)] == [
+    assert [(d.name, d.description) for d in compare(plain, one)] == [
         (f"carried tensor {name!r}", f"is only in {str(one)!r}") for name in ("ids", "pooled")
     ]
     export(one, tmp_path / "exported", "safetensors")
@@ -174,7 +174,7 @@ def test_every_bit_through_safetensors(tmp_path: Path) -> None:
     export(write(tmp_path, 1), tmp_path / "out", "safetensors", states=True, on_rows=rows.append)
     assert sum(rows) == sum(spec.num_embeddings for spec in SPECS)
     for name, columns in TABLES.items():
-        got = load_file(tmp_path / "out" / "tables" / f"{file_name(name)}.safetensors")
+        got = load_file(tmp_path / "out" / "tables" / f"{to_file_name(name)}.safetensors")
         assert set(got) == set(columns)
         for key, value in columns.items():
             assert got[key].dtype == value.dtype and torch.equal(bits(got[key]), bits(value))
@@ -186,7 +186,7 @@ def test_numpy_reads_what_was_exported(tmp_path: Path) -> None:
     export(write(tmp_path, 1), tmp_path / "out", "numpy", states=True)
     for name, columns in TABLES.items():
         for key, value in columns.items():
-            got = np.load(tmp_path / "out" / "tables" / file_name(name) / f"{key}.npy")
+            got = np.load(tmp_path / "out" / "tables" / to_file_name(name) / f"{key}.npy")
             want = value.float() if value.dtype == torch.bfloat16 else value
             np.testing.assert_array_equal(got.view(np.uint8), want.numpy().view(np.uint8))
     with np.load(tmp_path / "out" / "dense.npz") as dense:
@@ -199,7 +199,7 @@ def test_only_the_tables_asked_for_and_no_states(tmp_path: Path) -> None:
     assert [str(file.relative_to(tmp_path / "out")) for file in files] == [
         "dense.npz",
         "export.json",
-        f"tables/{file_name(name)}/row.npy",
+        f"tables/{to_file_name(name)}/row.npy",
     ]
 
 

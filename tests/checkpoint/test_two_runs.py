@@ -20,9 +20,9 @@ from meseta.checkpoint.files import layout
 from meseta.checkpoint.manifest import RUN_ID, read_manifest
 from meseta.checkpoint.store import objects
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint.store.store import make_store
 from meseta.comm import World
-from meseta.machine.remote import RemotePath, locate
+from meseta.machine.remote import RemotePath, to_location
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec
 from sampling import sample
 
@@ -111,7 +111,7 @@ def save_all(store: Any, run: int, steps: list[int]) -> MesetaError | None:
 
 def together(url: str, steps: tuple[list[int], list[int]], turns: Turns | None) -> list[MesetaError | None]:
     """Why each of two runs, which have both begun, was refused."""
-    stores = [store_at(url), store_at(url)]
+    stores = [make_store(url), make_store(url)]
     for store in stores:
         store.open()
     results: list[Any] = [AssertionError("did not end"), AssertionError("did not end")]
@@ -141,7 +141,7 @@ def check(url: str, results: list[MesetaError | None], steps: tuple[list[int], l
     winner = results.index(None)
     found = list_checkpoints(url)
     assert [listed.problem for listed in found] == [""] * len(found)
-    newest = checkpoint_path(locate(url), steps[winner][-1])
+    newest = checkpoint_path(to_location(url), steps[winner][-1])
     for listed in found:
         verify(listed.path)
     assert read_manifest(newest)["state"][RUN_ID] == f"{winner + 1:032x}"
@@ -203,7 +203,7 @@ def test_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: 
     """The first to save continues."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     url = f"file://{tmp_path}/run"
-    stores = [store_at(url), store_at(url)]
+    stores = [make_store(url), make_store(url)]
     for store in stores:
         store.open()
     save_step(stores[1], 2, STEPS[steps][1][0])

@@ -21,7 +21,7 @@ import yaml
 
 from meseta.cli import train
 from meseta.data import Dataset, PrepareOptions
-from meseta.train.outside.raw_files import default_batch_size, default_run_dir
+from meseta.train.interop.default_settings import default_batch_size, default_run_dir
 from small_run import environment
 
 Output = Callable[..., str]
@@ -178,10 +178,10 @@ def test_the_first_of_several_ranks_prepares_and_the_others_wait(clicks: Path, m
     with ThreadPoolExecutor(1) as pool:
         with monkeypatch.context() as patch:
             patch.setenv("RANK", "1")
-            waiting = pool.submit(train._prepared, options)
+            waiting = pool.submit(train._ensure_prepared, options)
             time.sleep(0.5)
             assert not waiting.done() and not Path("out").exists()
-        prepared = train._prepared(options)
+        prepared = train._ensure_prepared(options)
         assert waiting.result(60) == prepared
 
 

@@ -54,8 +54,8 @@ def test_a_red_gate_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: py
     def refuse(*_: object) -> None:
         raise MesetaError("bench: our operators are wrong")
 
-    monkeypatch.setattr(ops, "check", refuse)
-    monkeypatch.setattr(ops, "measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr(ops, "check_operators", refuse)
+    monkeypatch.setattr(ops, "measure_operators", lambda *_: pytest.fail("measured all the same"))
     monkeypatch.setattr(sys, "argv", ["meseta", "bench", "ops", "c", "--quick", "--no-peers"])
     with pytest.raises(SystemExit) as left:
         main()

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import meseta
-from meseta.machine.waiting import CHOICES, WAITING
+from meseta.machine.wait_policy import WAIT_POLICY, WAIT_POLICY_VARIABLES
 from small_run import metrics, settings, write_config
 from source_tree import ROOT
 
@@ -176,7 +176,7 @@ def test_a_damaged_data_file(run: Run, tiny: Path, tmp_path: Path) -> None:
 def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meseta.pipeline import Pipeline
 
-    step = Pipeline._train
+    step = Pipeline._train_step
 
     def press(self: Pipeline, *arguments: Any) -> object:
         if self.model.embeddings.step == 9:
@@ -185,7 +185,7 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
 
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", checkpoint__every_steps=4))
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_train", press)
+        patch.setattr(Pipeline, "_train_step", press)
         code, out, err = run("train", config)
     assert code == 130 and out == ""
     saved = tmp_path / "run" / "checkpoints" / "step-000000010"
@@ -200,10 +200,10 @@ def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:
         "cli.app = lambda: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules); "
         "cli.main()"
     )
-    variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    variables = {name: value for name, value in os.environ.items() if name not in WAIT_POLICY_VARIABLES}
     variables["PYTHONPATH"] = str(ROOT / "src")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=True)
-    assert done.stdout.split() == [*WAITING.values(), "False"]
+    assert done.stdout.split() == [*WAIT_POLICY.values(), "False"]
 
 
 def test_the_version_is_shown(run: Run) -> None:

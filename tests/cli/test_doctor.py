@@ -13,8 +13,7 @@ import pytest
 
 from meseta.cli import doctor as command
 from meseta.cli.main import main
-from meseta.measure.doctor import examine as checks
-from meseta.measure.doctor import probe
+from meseta.measure.doctor import checks, probe
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from source_tree import ROOT
 
@@ -65,7 +64,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*findings: Finding) -> tuple[int, str]:
-        monkeypatch.setattr(checks, "examine", lambda _: iter(findings))
+        monkeypatch.setattr(checks, "run_checks", lambda _: iter(findings))
         monkeypatch.setattr(sys, "argv", ["meseta", "doctor"])
         with pytest.raises(SystemExit) as left:
             main()
@@ -98,15 +97,17 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Mon
     def fail(*_: object) -> Finding:
         raise KeyError("strange")
 
-    monkeypatch.setattr(probe, "ask", lambda: {stage: {"error": "x"} for stage in probe.STAGES})
+    monkeypatch.setattr(probe, "run_probes", lambda: {stage: {"error": "x"} for stage in probe.PROBES})
     for topic in ("check_memory", "check_cores"):
         monkeypatch.setattr(checks.machine, topic, fail)
     monkeypatch.setattr(checks.disk, "check_disk", lambda *_: ok("disk", "fine"))
-    found = {finding.topic: finding for finding in checks.examine(tmp_path)}
+    found = {finding.topic: finding for finding in checks.run_checks(tmp_path)}
     assert list(found) == TOPICS
     assert found["memory"].state == "note" and "could not be looked at: KeyError" in found["memory"].text
 
 
 def test_no_finding_is_wider_than_the_terminal() -> None:
     wide = note("pages", "word " * 60, "do " * 60)
-    assert max(len(line) for line in command._layout(wide, 80).splitlines()) <= 80 + len("\x1b[33m\x1b[1m\x1b[0m")
+    assert max(len(line) for line in command._format_finding(wide, 80).splitlines()) <= 80 + len(
+        "\x1b[33m\x1b[1m\x1b[0m"
+    )

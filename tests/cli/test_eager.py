@@ -9,9 +9,9 @@ from small_run import environment
 
 MEETS = """
 import sys
-from meseta.cli.eager import leave_dynamo_out
+from meseta.cli.lazy_dynamo import defer_dynamo_import
 
-leave_dynamo_out()
+defer_dynamo_import()
 import torch.distributed as dist
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -24,9 +24,9 @@ assert torch._dynamo.trace_rules.lookup and sys.modules["torch._dynamo.trace_rul
 
 COMPILES = """
 import inspect
-from meseta.cli.eager import leave_dynamo_out
+from meseta.cli.lazy_dynamo import defer_dynamo_import
 
-leave_dynamo_out()
+defer_dynamo_import()
 import torch
 
 traced = []

@@ -16,7 +16,7 @@ import pytest
 
 import faulty_model
 from cli.processes import Command
-from meseta.machine.time_limits import HUNG
+from meseta.machine.time_limits import HANG_EXIT_CODE
 from sampling import product, sample
 from small_run import settings, write_config
 
@@ -46,7 +46,7 @@ def check_told(command: Command, rank: int, since_s: float) -> str:
 
     Where two ranks are at different transfers, nobody can tell which one is right, and both are named.
     """
-    assert command.wait() == HUNG, command.err.read_text()
+    assert command.wait() == HANG_EXIT_CODE, command.err.read_text()
     assert time.monotonic() - since_s < SOON_S
     errors = [line for line in command.err.read_text().splitlines() if line.startswith("error: ")]
     blamed = (0, 1) if " and on rank " in errors[0] else (rank,)
@@ -101,7 +101,7 @@ def test_a_rank_that_says_so_itself(case: dict[str, Any], tmp_path: Path, tiny: 
     rank, step = draw.randrange(size), draw.randrange(3, 40)
     begun_s = time.monotonic()
     command = begin(tmp_path / "a", tiny, size, fault=fault, fault_rank=rank, fault_step=step)
-    assert command.wait() in (1, HUNG), command.err.read_text()
+    assert command.wait() in (1, HANG_EXIT_CODE), command.err.read_text()
     assert time.monotonic() - begun_s < SOON_S + 30
     assert f"rank {rank}" in command.err.read_text().splitlines()[-1] and command.members() == []
 

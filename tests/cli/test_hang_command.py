@@ -14,23 +14,33 @@ from pathlib import Path
 import pytest
 
 from forked import forking
-from meseta.machine.time_limits import HUNG
-from meseta.telemetry.rank_record import FOLDER, SIZE, VARIABLE, RankRecord, Sending, ThisProcess, record_path
+from meseta.machine.time_limits import HANG_EXIT_CODE
+from meseta.telemetry.rank_record import (
+    RANK_RECORD_VARIABLE,
+    RANKS_FOLDER,
+    RECORD_BYTES,
+    CurrentRankRecord,
+    RankRecord,
+    TransferInfo,
+    record_path,
+)
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 def be_rank(rank: int, run_dir: Path) -> None:
     """A rank that waits for the counts of a batch, but for the last one of three, which is about to begin them."""
-    from meseta.comm.recording import begin_record
+    from meseta.comm.recording import start_record
 
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "3", VARIABLE: str(record_path(run_dir, rank))})
-    begin_record()
-    record = ThisProcess.record
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "3", RANK_RECORD_VARIABLE: str(record_path(run_dir, rank))})
+    start_record()
+    record = CurrentRankRecord.record
     assert record is not None
-    record.enter("input_dist" if rank < 2 else "data", 6)
+    record.enter_stage("input_dist" if rank < 2 else "data", 6)
     if rank < 2:
-        with record.begin((0, "rows"), 6, Sending("counts", "int64", num_peers=2, tables=("user", "item"))):
+        with record.start_transfer(
+            (0, "rows"), 6, TransferInfo("counts", "int64", num_peers=2, tables=("user", "item"))
+        ):
             time.sleep(120)
     time.sleep(120)
 
@@ -38,10 +48,10 @@ def be_rank(rank: int, run_dir: Path) -> None:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
     """Three of them, at work in `run`."""
-    (tmp_path / "run" / FOLDER).mkdir(parents=True)
+    (tmp_path / "run" / RANKS_FOLDER).mkdir(parents=True)
     processes = []
     for rank in range(3):
-        record_path(tmp_path / "run", rank).write_bytes(bytes(SIZE))
+        record_path(tmp_path / "run", rank).write_bytes(bytes(RECORD_BYTES))
         process: BaseProcess = forking().Process(target=be_rank, args=(rank, tmp_path / "run"))
         process.start()
         processes.append(process)
@@ -58,7 +68,7 @@ def test_ranks_at_work_stopped_and_ended(
     run: Run, ranks: list[BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(importlib.import_module("meseta.cli.hang"), "STUCK_S", 60.0)  # the machine may be slow
+    monkeypatch.setattr(importlib.import_module("meseta.cli.hang"), "STUCK_TIMEOUT_S", 60.0)  # the machine may be slow
     code, out, _ = run("hang", folder)
     assert (code, out.splitlines()[0].endswith(", at work")) == (0, True), out
     for rank, process in enumerate(ranks):
@@ -72,7 +82,7 @@ def test_ranks_at_work_stopped_and_ended(
     os.kill(pid, signal.SIGSTOP)
     time.sleep(2)
     code, out, _ = run("hang", folder)
-    assert (code, out.splitlines()[0].endswith(", stuck")) == (HUNG, True), out
+    assert (code, out.splitlines()[0].endswith(", stuck")) == (HANG_EXIT_CODE, True), out
     told = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
     told += "stage data; ranks 0, 1 wait for 'counts' of tables user, item$"
     assert re.search(told, out, re.MULTILINE), out
@@ -94,7 +104,7 @@ def test_what_is_no_record_is_refused(kind: str, error_of: Callable[..., str], t
     paths = [record_path(tmp_path, rank) for rank in range(2)]
     paths[0].parent.mkdir()
     for rank, path in enumerate(paths):
-        path.write_bytes(bytes(SIZE))
+        path.write_bytes(bytes(RECORD_BYTES))
         descriptor = os.open(path, os.O_RDWR)
         RankRecord(descriptor, 0 if kind == "another number" else rank, rank + 2 if kind == "another size" else 2)
         os.close(descriptor)

@@ -17,7 +17,7 @@ import pytest
 from hosts.links import INTERFACE
 
 from hosts import Hosts, why_impossible
-from meseta.machine.time_limits import HUNG
+from meseta.machine.time_limits import HANG_EXIT_CODE
 from sampling import sample
 from small_run import environment, settings, write_config
 
@@ -62,7 +62,7 @@ def test_each_side_names_the_ranks_it_no_longer_hears(case: dict[str, Any], tmp_
             for process in ranks:
                 process.kill()
                 process.wait()
-        assert {ranks[rank].returncode for rank in told} == {HUNG}
+        assert {ranks[rank].returncode for rank in told} == {HANG_EXIT_CODE}
         for rank in told:
             check_line(words(tmp_path, rank), silent, is_inside=rank in silent, num_ranks=hosts.num_ranks)
 

@@ -125,7 +125,7 @@ def saving(run_dir: Path) -> bool:
 def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, share: float) -> None:
     """Wait for the moment to kill: in start-up, some steps after it, while a checkpoint is written, or evaluating; or
     for the end of the run. `share` shortens the waiting that is for luck."""
-    saved = checkpoint.latest(run_dir / "checkpoints") if run_dir.exists() else None
+    saved = checkpoint.latest_complete(run_dir / "checkpoints") if run_dir.exists() else None
     step = int(saved.name.removeprefix("step-")) if saved else 0
     if moment == "start-up" or step > NUM_STEPS - 24:  # so near its end, it may be over before the other moments
         time.sleep(draw.uniform(0.05, 0.05 + 0.75 * share))
@@ -136,7 +136,7 @@ def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, sha
     moments: list[tuple[Callable[[], Any], str]] = [
         (lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}"),
         # It was written while training went on.
-        (lambda: checkpoint.latest(run_dir / "checkpoints") != saved, "a checkpoint"),
+        (lambda: checkpoint.latest_complete(run_dir / "checkpoints") != saved, "a checkpoint"),
         *([(lambda: saving(run_dir), "a checkpoint")] if moment == "saving" else []),
     ]
     if all(command.reached(condition, what) for condition, what in moments):
@@ -300,7 +300,7 @@ def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Pa
             command.send(number)
         assert command.wait(30) == 128 + number
         assert command.members() == []
-        saved = checkpoint.latest(run_dir / "checkpoints")
+        saved = checkpoint.latest_complete(run_dir / "checkpoints")
         assert saved is not None
         step = int(saved.name.removeprefix("step-"))
         assert step >= at

@@ -44,24 +44,24 @@ def ranks_that(*programs: str) -> list[BaseProcess]:
 def test_the_rank_that_failed_for_a_reason_of_its_own(
     programs: list[str], blamed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "SETTLE_S", 2)
+    monkeypatch.setattr(launch, "PEER_EXIT_GRACE_S", 2)
     ranks = ranks_that(*programs)
     try:
         with RankWatch(len(ranks), TimeLimits()) as watch:
-            assert launch._wait(ranks, launch.StopSignals(), watch) == blamed
+            assert launch._wait_for_ranks(ranks, launch.StopSignals(), watch) == blamed
     finally:
-        launch._stop(ranks)
+        launch._stop_ranks(ranks)
     assert all(rank.exitcode is not None for rank in ranks)
 
 
 def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch, "STOP_S", 0.5)
+    monkeypatch.setattr(launch, "SHUTDOWN_GRACE_S", 0.5)
     deaf = tmp_path / "deaf"
     program = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     (rank,) = ranks_that(f"{program} pathlib.Path({str(deaf)!r}).touch(); time.sleep(60)")
     while not deaf.exists():
         time.sleep(0.01)
-    launch._stop([rank])
+    launch._stop_ranks([rank])
     assert rank.exitcode == -signal.SIGKILL
 
 
@@ -69,7 +69,7 @@ SLEEPER = """
 import os, sys, time, types
 from meseta.cli import forked
 say = lambda value: os.write(1, f"{value}\\n".encode())  # at once: two processes say something
-sys.modules["meseta.cli.preloaded"] = types.ModuleType("preloaded")
+sys.modules["meseta.cli.preload"] = types.ModuleType("preloaded")
 sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (say(sys.argv), time.sleep(60)))
 command = forked.start_command(["train", "a.yaml"], "meseta rank 0")
 say(command.pid)
@@ -93,8 +93,8 @@ def test_a_command_ends_with_the_process_that_started_it() -> None:
 
 def test_only_losses_of_peers_are_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:42"
-    assert not launch.is_loss_of_peer(RuntimeError(text))
+    assert not launch.is_peer_loss(RuntimeError(text))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launch.is_loss_of_peer(RuntimeError(text))
-    assert not launch.is_loss_of_peer(RuntimeError("shape '[3]' is invalid for input of size 2"))
+    assert launch.is_peer_loss(RuntimeError(text))
+    assert not launch.is_peer_loss(RuntimeError("shape '[3]' is invalid for input of size 2"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.calibrate import run as calibration
+from meseta.measure.calibrate import calibration
 from meseta.spec import CostModel, Topology
 
 Run = Callable[..., tuple[int, str, str]]
@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.mark.soak
 def test_calibrate_writes_a_model_and_its_errors(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "MEMORY_BYTES", 20_000_000)
+    monkeypatch.setattr(calibration, "MAX_MEMORY_BYTES", 20_000_000)
     code, out, err = run("calibrate", "--out", tmp_path / "cost.yaml", "--seconds", "1", "--neural")
     assert code == 0, err
     model = CostModel.load(tmp_path / "cost.yaml")

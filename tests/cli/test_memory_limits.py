@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cli.processes import PATIENCE_S, Command
-from meseta.machine.system import System, num_oom_kills, prefer_for_oom_kill, tightest_memory
-from meseta.telemetry.watching.memory_watch import RANK_BYTES, START_BYTES, MemoryWatch, check_start_memory
+from meseta.machine.kernel import KernelFiles, num_oom_kills, raise_oom_score, tightest_cgroup
+from meseta.telemetry.watching.memory_watch import MIN_RANK_BYTES, MIN_START_BYTES, MemoryWatch, check_start_memory
 from sampling import sample
 from small_run import settings, write_config
 from stalled_disk import MemoryGroup, memory_group
@@ -50,7 +50,7 @@ def test_a_start_with_too_little(case: tuple[int, int], tmp_path: Path, tiny: Pa
         code = command.wait()
         errors = [line for line in lines_of(command) if line.startswith("error: ")]
         if code == 0:
-            assert errors == [] and (tmp_path / "a/run/summary.json").exists() and megabytes * MB >= START_BYTES
+            assert errors == [] and (tmp_path / "a/run/summary.json").exists() and megabytes * MB >= MIN_START_BYTES
             return
         assert code == 1 and len(errors) == 1 and "Traceback" not in command.err.read_text()
         # `meseta` checks the need of one rank first, then the launcher that of all.
@@ -100,15 +100,16 @@ def test_a_group_that_is_nearly_full(tmp_path: Path, tiny: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_need_of_a_start(ranks: int, tmp_path: Path, tiny: Path) -> None:
-    """START_BYTES and RANK_BYTES, measured again: a run that `check_memory` refuses has used as much by then."""
-    need = START_BYTES + (ranks * RANK_BYTES if ranks > 1 else 0)
+    """MIN_START_BYTES and MIN_RANK_BYTES, measured again: a run that `check_memory` refuses has used as much by
+    then."""
+    need = MIN_START_BYTES + (ranks * MIN_RANK_BYTES if ranks > 1 else 0)
     with memory_group(int(1.12 * need)) as group:
         command = start(tmp_path / "a", tiny, group, "--nproc", ranks)
         assert command.wait(PATIENCE_S) == 1 and "this run needs" in command.err.read_text()
         assert 0.9 * need < group.peak_bytes() < 1.1 * need, (group.peak_bytes(), need)
 
 
-def system_of(folder: Path, files: dict[str, str]) -> System:
+def system_of(folder: Path, files: dict[str, str]) -> KernelFiles:
     for path, text in {
         "proc/self/cgroup": "0::/outer/inner\n",
         "proc/meminfo": "MemTotal: 8000000 kB\n",
@@ -117,7 +118,7 @@ def system_of(folder: Path, files: dict[str, str]) -> System:
         place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
-    return System(folder)
+    return KernelFiles(folder)
 
 
 def v2(limit: str, used: int, cache: int = 0, kills: int = 0) -> Callable[[str], dict[str, str]]:
@@ -133,22 +134,22 @@ def v2(limit: str, used: int, cache: int = 0, kills: int = 0) -> Callable[[str],
 def test_the_tightest_group_counts(tmp_path: Path) -> None:
     outer, inner = "sys/fs/cgroup/outer", "sys/fs/cgroup/outer/inner"
     system = system_of(tmp_path, v2("200000000", 190 * MB, 20 * MB)(outer) | v2("max", 100 * MB, kills=3)(inner))
-    found = tightest_memory(system)
+    found = tightest_cgroup(system)
     assert found is not None and found.folder == outer and found.unclaimed_bytes == 30 * MB
     assert found.free_bytes == 20 * MB, "inactive cache alone is free"
     assert num_oom_kills(system) == 3
     with pytest.raises(Exception, match="allows 200 MB of memory, and a start on 2 ranks needs 349 MB"):
         check_start_memory(2, system)
     watch = MemoryWatch(system)
-    assert watch.look() == []
+    assert watch.poll() == []
     (tmp_path / outer / "memory.current").write_text(str(215 * MB))
-    (line,) = watch.look()
+    (line,) = watch.poll()
     assert line.startswith(
         "warning: 5.00 MB are left of the 200 MB of memory that control group '/sys/fs/cgroup/outer'"
     )
-    assert watch.look() == [], "once"
+    assert watch.poll() == [], "once"
     (tmp_path / outer / "memory.max").write_text("max")
-    assert watch.look() == [] and tightest_memory(system) is None
+    assert watch.poll() == [] and tightest_cgroup(system) is None
     check_start_memory(64, system)
 
 
@@ -156,7 +157,7 @@ def test_forks_are_killed_first(tmp_path: Path) -> None:
     path = tmp_path / "oom_score_adj"
     for before, after in (("0\n", "500"), ("-900\n", "-400"), ("700\n", "1000")):
         path.write_text(before)
-        prefer_for_oom_kill(path)
+        raise_oom_score(path)
         assert path.read_text() == after
-    prefer_for_oom_kill(tmp_path / "absent")
+    raise_oom_score(tmp_path / "absent")
     assert os.path.exists(path)

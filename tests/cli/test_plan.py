@@ -179,5 +179,5 @@ def test_networks_and_the_bound_of_the_constants(output_of, files, tmp_path: Pat
     alone = predict(found.plan, load_workload(work), Topology.load(machines), constants).step_s
     assert f"step {1e3 * found.prediction.step_s:.4g} ms" in out and "corrected by networks" in out
     assert f"by the constants alone, which give this one {1e3 * alone:.4g} ms" in out
-    assert f"gap {100 * found.bound.gap(alone):.1f} %" in out
+    assert f"gap {100 * found.bound.relative_gap(alone):.1f} %" in out
     assert "by the constants alone" in page.read_text()

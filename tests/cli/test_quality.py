@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import yaml
 
-from meseta.cli.jobs import CommandJob, DoneJob, last_words, run_jobs, work_step
+from meseta.cli.jobs import CommandJob, FinishedJob, function_step, last_output_line, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.cli.main import main
-from meseta.cli.quality import _SuiteWork
+from meseta.cli.quality import _SuiteRunner
 from meseta.errors import check_number
 from meseta.machine.processes import fork
 from meseta.train.quality.study import SuiteRun
@@ -40,15 +40,15 @@ def test_a_suite_that_was_interrupted_goes_on_and_two_copies_differ_nowhere(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, trained = tmp_path / "out", list[str]()
-    tell = _SuiteWork._tell
+    tell = _SuiteRunner._report_run
 
-    def tell_and_stop(self: _SuiteWork, done_run: SuiteRun, done: DoneJob) -> None:
+    def tell_and_stop(self: _SuiteRunner, done_run: SuiteRun, done: FinishedJob) -> None:
         tell(self, done_run, done)
         trained.append(done.job.name)
         if len(trained) == 3:  # the first copy of a seed; the other is under way
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(_SuiteWork, "_tell", tell_and_stop)
+    monkeypatch.setattr(_SuiteRunner, "_report_run", tell_and_stop)
     arguments = ("quality", SAMPLE, "--out", out, "--workers", 2)
     code, _, err = run(*arguments)
     assert code == 143 and "the same command goes on from there" in err
@@ -144,15 +144,15 @@ def test_a_training_that_fails_is_told_and_tried_again(run: Run, tiny: Path, tmp
 
 def test_jobs_run_some_at_a_time_and_stop_where_one_of_their_steps_fails(tmp_path: Path) -> None:
     def job(name: str, *codes: int) -> CommandJob:
-        steps = [lambda out, code=code: fork(lambda: _say_and_leave(name, code), name, out=out) for code in codes]
+        steps = [lambda out, code=code: fork(lambda: _say_and_leave(name, code), name, stdout_fd=out) for code in codes]
         return CommandJob(name, tmp_path / f"{name}.log", steps)
 
     jobs = [job("good", 0, 0), job("bad", 0, 3, 0), job("last", 0)]
-    ended = {done.job.name: done.code for done in run_jobs(jobs, 2, StopSignals())}
+    ended = {done.job.name: done.exit_code for done in run_jobs(jobs, 2, StopSignals())}
     assert ended == {"good": 0, "bad": 3, "last": 0}
     said = {name: (tmp_path / f"{name}.log").read_text().split() for name in ended}
     assert said == {"good": ["good", "good"], "bad": ["bad", "bad"], "last": ["last"]}
-    assert last_words(tmp_path / "bad.log") == "bad"
+    assert last_output_line(tmp_path / "bad.log") == "bad"
 
 
 def _run_command(*arguments: str) -> None:
@@ -169,8 +169,8 @@ def _run_command(*arguments: str) -> None:
     ],
 )
 def test_the_error_of_a_job_is_its_text_alone(work: Callable[[], object], text: str, tmp_path: Path) -> None:
-    [done] = run_jobs([CommandJob("failing", tmp_path / "log", [work_step(work, "failing")])], 1, StopSignals())
-    assert done.code == 1 and last_words(tmp_path / "log") == text
+    [done] = run_jobs([CommandJob("failing", tmp_path / "log", [function_step(work, "failing")])], 1, StopSignals())
+    assert done.exit_code == 1 and last_output_line(tmp_path / "log") == text
 
 
 def _say_and_leave(name: str, code: int) -> None:

@@ -20,9 +20,9 @@ from cli.processes import Command
 from cli.test_launch import ranks_that
 from meseta import checkpoint
 from meseta.cli import launch
-from meseta.cli.launch import Ended
-from meseta.cli.restarts import Restarts, run_with_restarts
-from meseta.cli.train import _launch
+from meseta.cli.launch import LaunchResult
+from meseta.cli.restarts import RestartPolicy, run_with_restarts
+from meseta.cli.train import _launch_ranks
 from meseta.config import RunConfig
 from meseta.spec import MesetaError
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
@@ -92,7 +92,7 @@ def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
         Command(folder / "by-hand-2", "train", config, f"run_dir={again}", "--nproc", two[0]).succeed()
     assert final_checksum(again) == final_checksum(run_dir)
     assert without_times(metrics(again)) == without_times(metrics(run_dir))
-    assert step_of(checkpoint.latest(run_dir / "checkpoints") or Path()) == NUM_STEPS
+    assert step_of(checkpoint.latest_complete(run_dir / "checkpoints") or Path()) == NUM_STEPS
 
 
 def test_a_run_goes_on_on_the_ranks_that_are_left(tiny: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tup
     """`attempts([[program of rank 0, ...], ...])`: arguments and ranks of each time that ranks are started, which run
     these programs."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(launch, "SETTLE_S", 1)
+    monkeypatch.setattr(launch, "PEER_EXIT_GRACE_S", 1)
 
     def plan(programs: Sequence[Sequence[str]]) -> list[tuple[list[str], int]]:
         made: list[tuple[list[str], int]] = []
@@ -120,7 +120,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tup
             ranks.extend(ranks_that(*programs[len(made)]))
             made.append(([*arguments], len(errors)))
 
-        monkeypatch.setattr(launch, "_start", start)
+        monkeypatch.setattr(launch, "_start_ranks", start)
         return made
 
     yield plan
@@ -142,7 +142,7 @@ def test_restarts_are_used_up(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["meseta"])
     made = attempts([[LOSES, DIES, LOSES], [LOSES, LOSES], [DIES, DIES]])
-    assert run_with_restarts(["train", "c.yaml"], 3, Restarts(2, 2), run_of(tmp_path)) == 1
+    assert run_with_restarts(["train", "c.yaml"], 3, RestartPolicy(2, 2), run_of(tmp_path)) == 1
     assert made == [(["train", "c.yaml"], 3), (["train", "c.yaml"], 2), (["train", "c.yaml"], 2)]
     assert capsys.readouterr().err.splitlines() == [
         "note: rank 1 was killed by SIGKILL; restart 1 of 2, on 2 ranks, from the first step",
@@ -154,7 +154,7 @@ def test_restarts_are_used_up(
 @pytest.mark.parametrize(("first", "code"), [("exit(1)", 1), ("exit(143)", 143), ("exit(0)", 0)])
 def test_what_a_rank_says_itself_is_not_repeated(attempts: Any, tmp_path: Path, first: str, code: int) -> None:
     made = attempts([[first, LOSES if code else "exit(0)"]])
-    assert run_with_restarts(["train"], 2, Restarts(3, 1), run_of(tmp_path)) == code
+    assert run_with_restarts(["train"], 2, RestartPolicy(3, 1), run_of(tmp_path)) == code
     assert len(made) == 1
 
 
@@ -164,7 +164,7 @@ def test_sigterm_ends_the_run(
     """It comes to the launcher while ranks run."""
     made = attempts([[f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); {WAITS}", WAITS]])
     monkeypatch.setattr(sys, "argv", ["meseta", "train"])
-    assert run_with_restarts(["train"], 2, Restarts(3, 1), run_of(tmp_path)) == 143
+    assert run_with_restarts(["train"], 2, RestartPolicy(3, 1), run_of(tmp_path)) == 143
     assert len(made) == 1
     assert capsys.readouterr().err == "interrupted; the same command goes on from the last checkpoint\n"
 
@@ -177,7 +177,7 @@ def test_a_run_begins_anew_once(attempts: Any, tmp_path: Path) -> None:
     saved.write_text("former")
     again = f"import pathlib; p = pathlib.Path({str(saved)!r}); p.unlink(); p.write_text('new'); {DIES}"
     made = attempts([[DIES], [again], ["exit(0)"]])
-    assert run_with_restarts(["train", "--force"], 1, Restarts(3, 1), config) == 0
+    assert run_with_restarts(["train", "--force"], 1, RestartPolicy(3, 1), config) == 0
     assert made == [(["train", "--force"], 1), (["train", "--force"], 1), (["train"], 1)]
 
 
@@ -186,7 +186,7 @@ def test_a_run_begins_anew_once(attempts: Any, tmp_path: Path) -> None:
     [(4, (2,), 3, 3), (4, (2,), 4, 4), (4, (0, 1, 3), 2, 2), (4, (), 1, 4), (4, (0, 1, 2, 3), 1, 4), (1, (0,), 1, 1)],
 )
 def test_ranks_that_were_killed_are_gone(num_ranks: int, killed: tuple[int, ...], least: int, left: int) -> None:
-    assert Restarts(1, least).next_ranks(num_ranks, Ended(1, "rank 0 was killed", killed)) == left
+    assert RestartPolicy(1, least).next_ranks(num_ranks, LaunchResult(1, "rank 0 was killed", killed)) == left
 
 
 def test_what_forbids_fewer_ranks_is_told_at_the_start(
@@ -228,4 +228,4 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MesetaError, match="--restarts and --min-nproc are for --nproc; torchrun has --max-restarts"):
-        _launch(2, 1, None, run_of(tmp_path))
+        _launch_ranks(2, 1, None, run_of(tmp_path))

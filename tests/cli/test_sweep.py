@@ -57,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             return 1
         return 0
 
-    monkeypatch.setattr(command, "_train", here)
+    monkeypatch.setattr(command, "_run_training", here)
     return runs
 
 

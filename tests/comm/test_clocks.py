@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.comm import World
-from meseta.comm.clocks import offsets, rank_clocks
+from meseta.comm.clocks import estimate_offsets, measure_rank_clocks
 
 
 @given(st.data(), st.integers(2, 5), st.integers(1, 8))
@@ -21,16 +21,16 @@ def test_the_true_offset_lies_within_the_bounds(data: st.DataObject, num_ranks: 
         now = max(left)
         for rank, clock in enumerate(clocks):
             moments[rank].append((entered[rank] + ahead[clock], left[rank] + ahead[clock]))
-    for clock, (offset_s, error_s) in zip(clocks, offsets(clocks, moments), strict=True):
+    for clock, (offset_s, error_s) in zip(clocks, estimate_offsets(clocks, moments), strict=True):
         assert abs(ahead[clocks[0]] - ahead[clock] - offset_s) <= error_s + 1e-9
         assert (error_s == 0.0) == (clock == clocks[0]) and error_s <= 0.2
 
 
 def test_the_worked_example() -> None:
-    [_, (offset_s, error_s)] = offsets(["a", "b"], [[(10.0, 10.004)], [(73.001, 73.004)]])
+    [_, (offset_s, error_s)] = estimate_offsets(["a", "b"], [[(10.0, 10.004)], [(73.001, 73.004)]])
     assert round(offset_s, 6) == -63.0005 and round(error_s, 6) == 0.0035
 
 
 def test_one_rank_has_one_clock() -> None:
-    [clock] = rank_clocks(World.single())
+    [clock] = measure_rank_clocks(World.single())
     assert (clock.offset_s, clock.error_s) == (0.0, 0.0) and clock.host

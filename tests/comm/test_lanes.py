@@ -9,37 +9,37 @@ from functools import partial
 import pytest
 
 from meseta.comm import lanes
-from meseta.comm.lanes import Crossing, Lane
+from meseta.comm.lanes import Lane, RowPriority
 from meseta.spec import MesetaError
 
 
 def test_a_lane_does_one_thing_after_the_other() -> None:
     lane, done = Lane("sums", None), list[int]()
     gate = threading.Event()
-    works = [lane.begin(lambda n=n: (gate.wait(), done.append(n))) for n in range(4)]  # type: ignore[misc]
+    works = [lane.submit(lambda n=n: (gate.wait(), done.append(n))) for n in range(4)]  # type: ignore[misc]
     assert done == [] and works[0].done_s is None
     before_s = time.perf_counter()
     gate.set()
     works[2].wait()
     assert done[:3] == [0, 1, 2]
     works[3].wait()
-    lane.end()
+    lane.shutdown()
     assert done == [0, 1, 2, 3]
     assert works[2].done_s is not None and before_s <= works[2].done_s <= time.perf_counter()
 
 
 def test_what_is_waited_for_at_once_needs_no_other_thread() -> None:
     lane, threads = Lane("sums", None), set[str]()
-    lane.begin(lambda: threads.add(threading.current_thread().name), by_itself=False).wait()
+    lane.submit(lambda: threads.add(threading.current_thread().name), in_background=False).wait()
     assert threads == {threading.current_thread().name}
-    later = lane.begin(lambda: threads.add(threading.current_thread().name))
+    later = lane.submit(lambda: threads.add(threading.current_thread().name))
     while later.done_s is None:
         time.sleep(0.001)
     assert threads == {threading.current_thread().name, "meseta-sums"}
-    lane.end()
+    lane.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "meseta-sums"]
-    lane.begin(lambda: None).wait()  # one that has ended begins again
-    lane.end()
+    lane.submit(lambda: None).wait()  # one that has ended begins again
+    lane.shutdown()
 
 
 def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
@@ -48,25 +48,25 @@ def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
     def fail() -> None:
         raise MesetaError("lost")
 
-    failed, after = lane.begin(fail), lane.begin(lambda: done.append(1))
+    failed, after = lane.submit(fail), lane.submit(lambda: done.append(1))
     after.wait()
     for _ in range(2):
         with pytest.raises(MesetaError, match=r"^lost$"):
             failed.wait()
     assert done == [1]
-    lane.end()
+    lane.shutdown()
 
 
 def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "PASS_S", 60.0)
-    crossing, order, has_begun = Crossing(), list[str](), threading.Event()
+    monkeypatch.setattr(lanes, "YIELD_TIMEOUT_S", 60.0)
+    crossing, order, has_begun = RowPriority(), list[str](), threading.Event()
 
     def piece() -> None:
         has_begun.set()
-        crossing.let_pass()
+        crossing.yield_to_row_exchange()
         order.append("sum")
 
-    with crossing.waiting(), crossing.waiting():
+    with crossing.row_wait(), crossing.row_wait():
         thread = threading.Thread(target=piece)
         thread.start()
         has_begun.wait()
@@ -74,14 +74,14 @@ def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch
         order.append("rows")
     thread.join()
     assert order == ["rows", "sum"]
-    crossing.let_pass()
+    crossing.yield_to_row_exchange()
 
 
 def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "PASS_S", 0.01)
-    crossing = Crossing()
-    with crossing.waiting():
-        crossing.let_pass()
+    monkeypatch.setattr(lanes, "YIELD_TIMEOUT_S", 0.01)
+    crossing = RowPriority()
+    with crossing.row_wait():
+        crossing.yield_to_row_exchange()
 
 
 def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
@@ -92,7 +92,7 @@ def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
         has_begun.set()
         gate.wait(20)
 
-    first, second = (lane.begin(partial(carry, gate)) for gate in gates)
+    first, second = (lane.submit(partial(carry, gate)) for gate in gates)
     has_begun.wait(20)  # in the thread of the lane
     waiter = threading.Thread(target=first.wait)
     waiter.start()
@@ -104,4 +104,4 @@ def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
     finally:
         gates[1].set()
         second.wait()
-        lane.end()
+        lane.shutdown()

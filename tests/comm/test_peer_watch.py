@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from meseta.comm.peer_watch import PeerWatch
+from meseta.comm.peer_watchdog import PeerWatchdog
 from meseta.machine.time_limits import TimeLimits
-from meseta.telemetry.diagnosis import Trouble
-from meseta.telemetry.rank_record import BEAT_AT, SIZE, RankRecord, Sending
+from meseta.telemetry.diagnosis import Diagnosis
+from meseta.telemetry.rank_record import HEARTBEAT_OFFSET, RECORD_BYTES, RankRecord, TransferInfo
 
 LIMITS = TimeLimits(silent_s=10.0, stall_s=600.0)
 HOSTS = ("north", "north", "south", "south")
@@ -26,15 +26,15 @@ class Ranks:
     """Four of them on two hosts, in this process, whose clocks and hearts are the test's."""
 
     def __init__(self) -> None:
-        self.records, self.watches = list[RankRecord](), list[PeerWatch]()
+        self.records, self.watches = list[RankRecord](), list[PeerWatchdog]()
         self.now_s, self.beats = time.monotonic(), [0] * len(HOSTS)
-        self.found: list[Trouble | None] = []
+        self.found: list[Diagnosis | None] = []
         for rank, host in enumerate(HOSTS):
             with tempfile.TemporaryFile() as file, mock.patch("socket.gethostname", return_value=host):
-                os.ftruncate(file.fileno(), SIZE)
+                os.ftruncate(file.fileno(), RECORD_BYTES)
                 self.records.append(RankRecord(os.dup(file.fileno()), rank, len(HOSTS)))
         with mock.patch("time.monotonic", return_value=self.now_s):
-            self.watches = [PeerWatch(record, len(HOSTS), LIMITS) for record in self.records]
+            self.watches = [PeerWatchdog(record, len(HOSTS), LIMITS) for record in self.records]
 
     def pass_seconds(self, count: int, *, silent: tuple[int, ...] = (), cut: tuple[int, ...] = ()) -> None:
         """Hearts beat, and records are traded, each second; but for some."""
@@ -42,11 +42,11 @@ class Ranks:
             self.now_s += 1
             for rank, record in enumerate(self.records):
                 self.beats[rank] += rank not in silent
-                os.pwrite(record.descriptor, struct.pack("<q", self.beats[rank] * 10**9), BEAT_AT)
+                os.pwrite(record.descriptor, struct.pack("<q", self.beats[rank] * 10**9), HEARTBEAT_OFFSET)
             for rank, watch in enumerate(self.watches):
                 if rank not in cut:
-                    watch._trade()
-            self.found = [watch._find(self.now_s) for watch in self.watches]
+                    watch._exchange_records()
+            self.found = [watch._diagnose(self.now_s) for watch in self.watches]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 def test_nothing_is_wrong_with_ranks_that_beat(ranks: Ranks) -> None:
     ranks.pass_seconds(30)
     assert ranks.found == [None] * 4
-    ranks.watches[3].end()  # in good order
+    ranks.watches[3].stop()  # in good order
     ranks.pass_seconds(30, silent=(3,), cut=(3,))
     assert ranks.found[:3] == [None] * 3
 
@@ -72,9 +72,9 @@ def test_a_rank_that_is_silent_is_named_by_the_others(ranks: Ranks) -> None:
     ranks.pass_seconds(3)
     for rank in (0, 2, 3):
         record = ranks.records[rank]
-        record.enter("backward", 41)
-        record.begin((0, "rows"), 41, Sending("gradients", num_peers=3, tables=("user",))).__enter__()
-    ranks.records[1].enter("dense_forward", 41)
+        record.enter_stage("backward", 41)
+        record.start_transfer((0, "rows"), 41, TransferInfo("gradients", num_peers=3, tables=("user",))).__enter__()
+    ranks.records[1].enter_stage("dense_forward", 41)
     ranks.pass_seconds(8, silent=(1,))
     assert ranks.found == [None] * 4
     ranks.pass_seconds(5, silent=(1,))
@@ -111,5 +111,5 @@ def test_what_is_no_record_is_not_believed(ranks: Ranks) -> None:
     ranks.pass_seconds(2)
     ranks.watches[0]._store.set("meseta-record-2", b"\x78\x9c" + b"x" * 100)
     ranks.watches[0]._store.set("meseta-record-3", os.urandom(100))
-    ranks.watches[0]._trade()
+    ranks.watches[0]._exchange_records()
     assert sorted(ranks.watches[0]._states) == [0, 1]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.world import _keep_to_share
-from meseta.measure.threads import threads
+from meseta.comm.world import _bind_to_cpu_share
+from meseta.measure.threads import use_num_threads
 from meseta.spec import MesetaError
 
 PASSES = SimpleNamespace(local_share=1.0, is_part=False, kept_dense=[])
@@ -25,7 +25,7 @@ def test_collectives_of_one_rank_return_their_input() -> None:
     assert torch.equal(pending.wait(), x)
     assert world.all_reduce(x) is x and world.broadcast(x) is x
     assert torch.equal(world.all_gather(x), x[None])
-    assert world.gather_objects({"a": 1}) == [{"a": 1}]
+    assert world.all_gather_object({"a": 1}) == [{"a": 1}]
     world.barrier()
     assert not torch.distributed.is_initialized()
 
@@ -64,33 +64,33 @@ def test_ranks_of_a_machine_share_its_processors(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with threads(num_threads):
-        _keep_to_share()
+    with use_num_threads(num_threads):
+        _bind_to_cpu_share()
     assert allowed == expected
-    World.leave()
+    World.destroy_process_group()
     assert allowed == {0, 1, 4, 7, 9}
 
 
 def test_raise_together_alone_raises_the_error_itself() -> None:
     error = OSError("disk full")
-    World.single().raise_together(None)
+    World.single().raise_on_all_ranks(None)
     with pytest.raises(OSError, match="disk full") as raised:
-        World.single().raise_together(error)
+        World.single().raise_on_all_ranks(error)
     assert raised.value is error
 
 
 def test_on_first_alone_runs_the_action() -> None:
     done: list[int] = []
-    World.single().on_first(lambda: done.append(1))
+    World.single().run_on_rank_0(lambda: done.append(1))
     assert done == [1]
-    World(rank=1, size=1, device=torch.device("cpu")).on_first(lambda: done.append(2))
+    World(rank=1, size=1, device=torch.device("cpu")).run_on_rank_0(lambda: done.append(2))
     assert done == [1]
 
     def fail() -> None:
         raise MesetaError("run_dir is taken")
 
     with pytest.raises(MesetaError, match=r"^run_dir is taken$"):
-        World.single().on_first(fail)
+        World.single().run_on_rank_0(fail)
 
 
 def test_one_rank_leaves_dense_gradients_alone() -> None:
@@ -115,7 +115,7 @@ os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT
 torch.distributed.init_process_group("gloo")
 import torch.distributed.nn, torch._dynamo  # whatever torch imports later
 torch.distributed.all_reduce(torch.ones(2))
-World.leave()
+World.destroy_process_group()
 for task in os.listdir("/proc/self/task"):
     with contextlib.suppress(OSError):  # a thread of others has ended meanwhile
         print(open(f"/proc/self/task/{task}/comm").read().strip())

@@ -12,13 +12,13 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from meseta.config import ModelConfig, RunConfig, check_document
-from meseta.config.example import example
+from meseta.config import ModelConfig, RunConfig, validate_document
+from meseta.config.example_config import example_config
 from meseta.config.keys import all_keys, find_keys
-from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
+from meseta.config.models import MODEL_NAMES, CustomModelConfig, model_sections
 from meseta.config.run import DenseOptimizerName
 from meseta.config.schedule import ScheduleConfig
-from meseta.models.base import term_names
+from meseta.models.base import loss_term_names
 from meseta.models.factory import make_model
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
@@ -47,14 +47,14 @@ def test_every_config_key_is_listed() -> None:
     schema = RunConfig.model_json_schema()
     listed = {key.path: key for key in all_keys()}
     wanted = set(schema_paths(schema, schema, ""))
-    for section in (*model_sections().values(), OwnModelConfig):
+    for section in (*model_sections().values(), CustomModelConfig):
         keys = section.model_json_schema()
         wanted |= set(schema_paths(keys, keys, "model"))
     folded = {path for path, key in listed.items() if key.kind == "section"}  # "keys as above"
     covered = {path for path in wanted if any(path.startswith(f"{fold}.") for fold in folded)}
     assert wanted - covered == set(listed) - folded
     assert len(wanted) > 80 and "embedding.tables.<feature>.optimizer.lr" in covered
-    assert not [key.path for key in listed.values() if not key.text or not key.kind]
+    assert not [key.path for key in listed.values() if not key.description or not key.kind]
     assert not [key.path for key in listed.values() if not key.default and key.kind != "section"]
 
 
@@ -137,9 +137,9 @@ def test_an_unknown_key_is_told_with_the_nearest(name: str, message: str) -> Non
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_an_example_is_the_default_config(name: str) -> None:
-    text = example(name)
+    text = example_config(name)
     document = yaml.safe_load(text)
-    assert check_document(document) == RunConfig.model_validate(
+    assert validate_document(document) == RunConfig.model_validate(
         {"run_dir": f"runs/{name}", "data": {"dir": "data/prepared"}, "model": {"name": name}}
     )
     assert max(map(len, text.splitlines())) <= 120
@@ -175,13 +175,13 @@ def changed(annotation: Any, value: Any) -> Any:
 def built(config: ModelConfig) -> object:
     """What can be seen of a model."""
     model = make_model(config, OneRowEach([config.table_width()] * 3), 4, 0)
-    return [repr(model), term_names(model), [getattr(part, "options", None) for part in model.modules()],
+    return [repr(model), loss_term_names(model), [getattr(part, "options", None) for part in model.modules()],
             [(name, parameter.shape) for name, parameter in model.named_parameters()]]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_an_example_has_the_keys_of_its_model_that_change_something(name: str) -> None:
-    shown = set(yaml.safe_load(example(name))["model"]) - {"name"}
+    shown = set(yaml.safe_load(example_config(name))["model"]) - {"name"}
     config = ModelConfig(name=name)
     assert shown == set(type(config).model_fields) - {"name"}
     for key in shown:
@@ -192,7 +192,7 @@ def test_an_example_has_the_keys_of_its_model_that_change_something(name: str) -
 
 
 def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:
-    document = yaml.safe_load(example("deepfm"))
+    document = yaml.safe_load(example_config("deepfm"))
     assert set(document["embedding"]["optimizer"]) == {"name", *USED_FIELDS["rowwise_adagrad"]}
     assert set(document["dense"]["optimizer"]) == {"name", "lr", "weight_decay", "beta1", "beta2", "eps"}
     left_out = {"power", "step_factor", "step_every", "plateau_patience"}  # of other kinds than 'constant'
@@ -205,7 +205,7 @@ def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:
 
 def test_an_unknown_model_is_told() -> None:
     with pytest.raises(MesetaError, match="there is no model 'dlmr'; did you mean 'dlrm'"):
-        example("dlmr")
+        example_config("dlmr")
 
 
 def test_the_command_needs_nothing_of_the_source_tree(tmp_path: Path) -> None:

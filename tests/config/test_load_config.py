@@ -228,8 +228,8 @@ def test_a_table_inherits_the_optimizer_unless_it_names_another(
     write: Any, own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.optimizer={json.dumps(own)}"])
-    assert OptimizerSpec(**config.embedding.optimizer_of("user")) == OptimizerSpec(**expected)
-    assert config.embedding.optimizer_of("item") == config.embedding.optimizer.model_dump()
+    assert OptimizerSpec(**config.embedding.table_optimizer("user")) == OptimizerSpec(**expected)
+    assert config.embedding.table_optimizer("item") == config.embedding.optimizer.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_table_inherits_the_optimizer_unless_it_names_another(
 )
 def test_initial_rows_go_the_same_way(write: Any, own: dict[str, Any], expected: InitSpec) -> None:
     config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.init={json.dumps(own)}"])
-    assert InitSpec(**config.embedding.init_of("user")) == expected
+    assert InitSpec(**config.embedding.table_init("user")) == expected
 
 
 def test_what_a_table_leaves_open_is_not_written_down(write: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from meseta.config import ModelConfig, RunConfig, check_document
-from meseta.config.models import MODEL_NAMES, OwnModelConfig, model_sections
+from meseta.config import ModelConfig, RunConfig, validate_document
+from meseta.config.models import MODEL_NAMES, CustomModelConfig, model_sections
 from meseta.models.registry import MODELS
 from meseta.spec import MesetaError
 
@@ -22,7 +22,7 @@ FORMER = {
 
 
 def run_config(model: Any) -> RunConfig:
-    return check_document({"run_dir": "runs/a", "data": {"dir": "clicks"}, "model": model})
+    return validate_document({"run_dir": "runs/a", "data": {"dir": "clicks"}, "model": model})
 
 
 def test_every_section_is_registered() -> None:
@@ -42,9 +42,9 @@ def test_a_config_from_before_loads_and_keeps_what_its_model_reads(name: str) ->
 def test_what_a_run_writes_down_is_read_again(name: str) -> None:
     config = run_config({"name": name})
     document = config.model_dump(mode="json")
-    assert check_document(document) == config and set(document["model"]) == set(type(config.model).model_fields)
+    assert validate_document(document) == config and set(document["model"]) == set(type(config.model).model_fields)
     assert config.model == ModelConfig(name=name) and type(config.model) is type(ModelConfig(name=name))
-    assert isinstance(config.model, OwnModelConfig) == (name not in MODEL_NAMES)
+    assert isinstance(config.model, CustomModelConfig) == (name not in MODEL_NAMES)
 
 
 def test_without_a_name_it_is_the_default() -> None:
@@ -80,7 +80,7 @@ def test_a_key_is_listed_by_the_models_that_have_it() -> None:
     assert of["model.cin_layers"] == "xdeepfm" and of["model.bottom_mlp"] == "dlrm, dlrm_dcnv2"
     assert of["model.embedding_dim"] == "All but logistic_regression" and of["model.options"] == "your own"
     [named] = find_keys("model.name")
-    assert all(f"{name!r}: " in named.text for name in MODEL_NAMES)
+    assert all(f"{name!r}: " in named.description for name in MODEL_NAMES)
 
 
 @pytest.mark.parametrize("key", [None, 3, 1.5, True])

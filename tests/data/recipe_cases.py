@@ -17,7 +17,7 @@ from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.formats import parquet
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import prepare, spool, write
-from meseta.data.recipe import making
+from meseta.data.recipe import recipe_preparation
 from readers.tier import digest
 
 NUM_ROWS = 330
@@ -42,10 +42,10 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(text_format, "BLOCK_BYTES", 3000)
     patch.setattr(parquet, "BLOCK_ROWS", 40)
     patch.setattr(spool, "WINDOW_SAMPLES", 64)
-    patch.setattr(making, "WINDOW_SAMPLES", 64)
-    patch.setattr(write, "PART_WINDOWS", 1)
+    patch.setattr(recipe_preparation, "WINDOW_SAMPLES", 64)
+    patch.setattr(write, "NUM_PART_WINDOWS", 1)
     patch.setattr(write, "ROW_GROUP_ROWS", 32)
-    patch.setattr(making, "ROW_GROUP_ROWS", 32)
+    patch.setattr(recipe_preparation, "ROW_GROUP_ROWS", 32)
 
 
 def write_tsv_log(folder: Path) -> dict[str, Any]:
@@ -214,4 +214,4 @@ def batches(dataset: Dataset, split: str, **options: Any) -> list[Any]:
     """What every batch of two epochs holds, bit for bit, and what is told of them beside."""
     reader = Reader(dataset, split, ReaderOptions(**{"batch_size": 23, "window_rows": 100, **options}))
     found = [digest(batch) for batch in reader.epochs(2)]
-    return [reader.num_rows, reader.left_out, reader.get_state(), *found]
+    return [reader.num_rows, reader.excluded_rows, reader.get_state(), *found]

@@ -14,7 +14,7 @@ import pytest
 from data.click_log import make_lines
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import text as text_format
-from meseta.data.formats.bad_rows import MAX_SHOWN
+from meseta.data.formats.bad_rows import MAX_ERROR_EXAMPLES
 from meseta.data.prepare import prepare
 from meseta.spec import MesetaError
 
@@ -72,7 +72,7 @@ def test_text_without_its_bad_rows(
     assert (found.dense, found.sparse) == (clean.dense, clean.sparse)
     assert found.sources[0].num_rows == NUM_ROWS - len(bad)
     assert found.bad_rows is not None and found.bad_rows.num_rows == len(bad)
-    assert len(found.bad_rows.first) == MAX_SHOWN
+    assert len(found.bad_rows.first) == MAX_ERROR_EXAMPLES
     lines = (header + "".join(write(row, row in bad) for row in range(NUM_ROWS))).split("\n")
     for place, row in zip(found.bad_rows.first, sorted(bad), strict=False):
         number = int(place.split(", line ")[1].split(",")[0].split(":")[0])

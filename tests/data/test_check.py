@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.dataset.check import CheckResult, check
+from meseta.data.dataset.check import CheckResult, check_dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 
@@ -46,7 +46,7 @@ def data(sound: Path, tmp_path: Path) -> Path:
 
 
 def only_fault(path: Path) -> str:
-    result = check(path)
+    result = check_dataset(path)
     assert len(result.faults) == 1, [str(fault) for fault in result.faults]
     return str(result.faults[0])
 
@@ -66,7 +66,7 @@ def put(row: int, *values: Any) -> Callable[[list[Any]], list[Any]]:
 
 def test_a_sound_dataset_has_no_faults(sound: Path) -> None:
     seen: list[tuple[int, int]] = []
-    result = check(sound, lambda new, total: seen.append((new, total)))
+    result = check_dataset(sound, lambda new, total: seen.append((new, total)))
     assert result == CheckResult(NUM_ROWS, 2, ())
     assert sum(new for new, _ in seen) == NUM_ROWS
     assert {total for _, total in seen} == {NUM_ROWS}
@@ -103,7 +103,9 @@ def test_whole_numbers_are_labels_and_weights_too(data: Path) -> None:
     for column in ("label", "sample_weight"):
         change(data, column, lambda values: [int(value > 0) for value in values], pa.int16())
     num_rows = read()
-    assert num_rows > 300 and not any("must be" in str(fault) and "row" in str(fault) for fault in check(data).faults)
+    assert num_rows > 300 and not any(
+        "must be" in str(fault) and "row" in str(fault) for fault in check_dataset(data).faults
+    )
     change(data, "label", put(8, 2))
     with pytest.raises(MesetaError, match=r"row 8: 'label' is 2, and must be in 0\.\.1;"):
         read()
@@ -120,7 +122,7 @@ def test_the_reader_refuses_the_weights_that_the_check_finds(data: Path, weight:
     with pytest.raises(MesetaError, match=r"row 8: 'sample_weight' is .*, and must be 0, or 1e-09 to 1e\+09;"):
         next(Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
     change(data, "sample_weight", put(8, 1e-9))  # in float32 a little less than the limit, which is rounded as well
-    assert check(data).faults == ()
+    assert check_dataset(data).faults == ()
     assert sum(batch.batch_size for batch in Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
 
 
@@ -149,7 +151,7 @@ def test_frames_of_files(data: Path) -> None:
     assert "column 'shop': it must hold whole numbers, got float;" in only_fault(data)
     # Other programs may write the same values in other widths.
     pq.write_table(table.set_column(0, "label", table["label"].cast(pa.int8())), path)
-    assert check(data).faults == ()
+    assert check_dataset(data).faults == ()
     path.unlink()
     assert only_fault(data) == f"{PART}: the file must be readable, got no such file; prepare the dataset again"
 
@@ -182,7 +184,7 @@ def test_names_in_the_description(data: Path, name: str, rule: str) -> None:
     document["splits"]["train"]["files"].append({"path": name, "num_rows": 0})
     (data / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(MesetaError, match=re.escape(rule)):
-        check(data)
+        check_dataset(data)
 
 
 def test_vocabularies(data: Path) -> None:
@@ -200,7 +202,7 @@ def test_bits_of_looked_up_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The value of the fault is the reason of the error: without its remedy, and whole if it has none."""
     pq.write_table(pa.table({"label": [0, 1] * 30, "shop": [f"s{i % 7}" for i in range(60)]}), tmp_path / "raw.parquet")
     prepare(PrepareOptions(sources=[str(tmp_path / "raw.parquet")], out=tmp_path / "data", hash_rows=64))
-    assert check(tmp_path / "data").faults == ()
+    assert check_dataset(tmp_path / "data").faults == ()
     path = tmp_path / "data/touched.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, table.schema.field(1), pa.array([b"x"], pa.large_binary())), path)
@@ -217,4 +219,4 @@ def test_bits_of_looked_up_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_dataset_at_all(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"cannot read dataset\.json"):
-        check(tmp_path)
+        check_dataset(tmp_path)

@@ -18,9 +18,9 @@ import pytest
 
 from data.click_log import hashed, read_split
 from meseta.data import Dataset
-from meseta.data.formats.parquet_types import is_feature
+from meseta.data.formats.parquet_types import can_be_feature
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.spec import MesetaError
 
 NUM_ROWS = 60
@@ -123,7 +123,7 @@ def test_pairs(tmp_path: Path, one: str, other: str, mode: str) -> None:
         options["schema"] = tmp_path / "schema.yaml"
         options["schema"].write_text("label: label\ncategorical: [city, shop_id]\n")
     types = [TYPES[name][0] for name in (one, other) if name != "null"]
-    is_dropped = [mode == "list" and not is_feature(pa.list_(kind)) for kind in types]
+    is_dropped = [mode == "list" and not can_be_feature(pa.list_(kind)) for kind in types]
     if (len(kinds) > 1 or len(set(is_dropped)) > 1) and not all(is_dropped):
         check_refused(tmp_path, **options)
         return
@@ -280,7 +280,7 @@ def test_new_rows_of_other_types(tmp_path: Path, other: str, lists: bool) -> Non
     """`--like` takes a file of the same kind, or with nulls alone, without the other parts."""
     rows = write_pair(tmp_path, "string", other, lists=lists)
     prepare(PrepareOptions(sources=[f"{tmp_path}/a.parquet"], out=tmp_path / "out", hash_rows=500))
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/b.parquet"], out=tmp_path / "new", like=tmp_path / "out"))
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/b.parquet"], out=tmp_path / "new", like=tmp_path / "out"))
     found = read_split(tmp_path / "new", "test").column("shop_id").to_pylist()
     expected = [[hashed("shop_id", text_of(v)) for v in row or []] if lists else hashed("shop_id", text_of(row))
                 for row in rows[NUM_ROWS:]]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meseta.data.schema.guess import guess_column
+from meseta.data.schema.infer import infer_role
 
 ROWS = 5000
 Draw = Callable[[random.Random], object]
@@ -86,26 +86,26 @@ COLUMNS: list[tuple[str, Draw, str]] = [
 @pytest.mark.parametrize(("name", "value", "role"), COLUMNS)
 def test_columns_are_what_a_person_would_choose(name: str, value: Draw, role: str) -> None:
     draw = random.Random(0)
-    guess = guess_column(name, [str(value(draw)) for _ in range(ROWS)])
+    guess = infer_role(name, [str(value(draw)) for _ in range(ROWS)])
     assert guess.role == role, guess.reason
     assert guess.reason and "\n" not in guess.reason
 
 
 def test_numbers_of_rows_are_left_out_under_any_name() -> None:
     rows = [str(1_000 + 3 * row) for row in range(ROWS)]
-    assert guess_column("a", rows).role == "ignore"
-    assert guess_column("row", rows).role == "ignore"
-    assert guess_column("price", rows).role == "dense"  # prices in order
+    assert infer_role("a", rows).role == "ignore"
+    assert infer_role("row", rows).role == "ignore"
+    assert infer_role("price", rows).role == "dense"  # prices in order
     random.Random(0).shuffle(rows)
-    assert guess_column("id", rows).role == "ignore"
+    assert infer_role("id", rows).role == "ignore"
 
 
 def test_a_few_rows_prove_no_key_and_no_constant() -> None:
-    assert guess_column("user_id", [str(7 * row) for row in range(49)]).role == "categorical"
-    assert guess_column("user_id", ["7"] * 49).role == "categorical"
-    assert guess_column("user_id", ["7"] * 50).role == "ignore"
+    assert infer_role("user_id", [str(7 * row) for row in range(49)]).role == "categorical"
+    assert infer_role("user_id", ["7"] * 49).role == "categorical"
+    assert infer_role("user_id", ["7"] * 50).role == "ignore"
 
 
 def test_a_doubtful_column_says_how_to_decide() -> None:
-    guess = guess_column("a", [str(row % 24) for row in range(ROWS)])
+    guess = infer_role("a", [str(row % 24) for row in range(ROWS)])
     assert "--sparse" in guess.reason and "--dense" in guess.reason

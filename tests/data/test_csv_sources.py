@@ -18,8 +18,8 @@ from meseta.data import Dataset
 from meseta.data.formats import csv_records
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema.guess import MISSING, guess_column, guess_label, role_by_name
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.infer import MISSING_TEXTS, infer_label, infer_role, role_from_name
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 HEADER = ["row_id", "Click", "price", "user_id", "city", "note, long", "time"]
@@ -65,7 +65,7 @@ def check(tmp_path: Path, rows: list[list[str]], dense: list[str], sparse: list[
     columns = dict(zip(HEADER, zip(*rows, strict=True), strict=True))
     assert table.column("label").to_pylist() == [float(v) for v in columns["Click"]]
     for name in dense:
-        numbers = [float(v) if v not in MISSING else 0.0 for v in columns[name]]
+        numbers = [float(v) if v not in MISSING_TEXTS else 0.0 for v in columns[name]]
         values = np.array([math.log1p(max(v, 0.0)) - (math.log1p(max(-v, 0.0)) if signed else 0.0) for v in numbers])
         expected = (values - values.mean()) / values.std()
         np.testing.assert_allclose(table.column(name).to_numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -96,7 +96,7 @@ def test_records_end_where_the_csv_module_ends_them(rows: list[list[str]]) -> No
     data = text.getvalue().encode()
     assert csv_records.count_records(data) == len(rows)
     for stop in range(len(data) + 1):
-        cut = csv_records.cut_records(data[:stop])
+        cut = csv_records.complete_records_size(data[:stop])
         assert (
             list(csv.reader(io.StringIO(data[:cut].decode(), newline="")))
             == rows[: csv_records.count_records(data[:cut])]
@@ -139,14 +139,14 @@ def test_columns_of_several_files_go_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_roles_are_guessed_by_name_and_sample(name: str, values: list[str], role: str) -> None:
-    assert guess_column(name, values).role == role
+    assert infer_role(name, values).role == role
 
 
 def test_labels_are_guessed_by_name() -> None:
-    assert guess_label(["y", "Label", "click"]) == "Label"
-    assert guess_label(["a", "CLICK"]) == "CLICK"
-    assert guess_label(["a", "clicks"]) is None
-    assert [role_by_name(name) for name in ("zip", "valid", "num_ids")] == ["categorical", None, "dense"]
+    assert infer_label(["y", "Label", "click"]) == "Label"
+    assert infer_label(["a", "CLICK"]) == "CLICK"
+    assert infer_label(["a", "clicks"]) is None
+    assert [role_from_name(name) for name in ("zip", "valid", "num_ids")] == ["categorical", None, "dense"]
 
 
 def test_options_go_before_what_is_inferred(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_schema_that_is_printed_says_what_was_inferred(tmp_path: Path) -> No
     write_csv(tmp_path / "log.csv", make_rows(60), ["yes", "Click", "#a", "user_id", "a: b", "it's ", "time"])
     options = PrepareOptions(sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out")
     layout = read_layout(options)
-    (tmp_path / "schema.yaml").write_text(schema_text(layout))
+    (tmp_path / "schema.yaml").write_text(format_schema(layout))
     again = read_layout(PrepareOptions(sources=options.sources, out=options.out, schema=tmp_path / "schema.yaml"))
     assert (again, again.ignored) == (layout, layout.ignored)
     assert (layout.ignored, layout.time) == (("yes",), "time")  # a key

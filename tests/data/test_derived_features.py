@@ -17,7 +17,7 @@ from data.click_log import hashed, prepare_with, read_split
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 HEADER = ["click", "age", "city", "user", "genres", "tags"]
@@ -161,11 +161,11 @@ def test_the_schema_that_is_printed_holds_all(tmp_path: Path) -> None:
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     options = PrepareOptions(sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out", schema=tmp_path / "schema.yaml")
     layout = read_layout(options)
-    text = schema_text(layout)
+    text = format_schema(layout)
     assert 'delimiter: ";"' in text and "  age: [18, 25.5, 35]" in text
     (tmp_path / "schema.yaml").write_text(text.replace("[18, 25.5, 35]", "4"))
     quantiles = read_layout(options)
-    (tmp_path / "schema.yaml").write_text(schema_text(quantiles).replace("age: 4", "age: [18, 25.5, 35]"))
+    (tmp_path / "schema.yaml").write_text(format_schema(quantiles).replace("age: 4", "age: [18, 25.5, 35]"))
     assert read_layout(options) == layout != quantiles
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, write_tsv
 from meseta.data.dataset.dataset import DataFile, Dataset, SparseFeature, SparseStatistics, Split
-from meseta.data.dataset.describe import Description, describe
+from meseta.data.dataset.describe import DatasetSummary, describe
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.report.data_page import data_page
 from meseta.spec import MesetaError, Reuse
@@ -31,11 +31,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def description(prepared: Dataset) -> Description:
+def description(prepared: Dataset) -> DatasetSummary:
     return describe(prepared)
 
 
-def test_splits(description: Description) -> None:
+def test_splits(description: DatasetSummary) -> None:
     for name, lines in (("train", TRAIN), ("test", TEST)):
         split = description.splits[name]
         assert (split.num_rows, split.labels) == (len(lines), {"label": sum(float(line[0]) for line in lines)})
@@ -43,7 +43,7 @@ def test_splits(description: Description) -> None:
 
 
 @pytest.mark.parametrize("place", range(len(DENSE)))
-def test_dense_features_are_told_in_the_unit_of_the_source(description: Description, place: int) -> None:
+def test_dense_features_are_told_in_the_unit_of_the_source(description: DatasetSummary, place: int) -> None:
     def values(lines: list[str]) -> list[int]:
         return [max(int(line.split("\t")[1 + place] or 0), 0) for line in lines]
 
@@ -66,7 +66,7 @@ def test_dense_features_are_told_in_the_unit_of_the_source(description: Descript
 
 
 @pytest.mark.parametrize("place", [0, 11, 25])
-def test_sparse_features(description: Description, place: int) -> None:
+def test_sparse_features(description: DatasetSummary, place: int) -> None:
     oracle = Oracle.of([*TRAIN, *TEST], TRAIN, TABLE_ROWS, seed=3)
     ids = [row[place] for row in oracle.sparse]
     counts, test = Counter(ids[: len(TRAIN)]), ids[len(TRAIN) :]
@@ -148,7 +148,7 @@ def test_the_page_shows_all_of_it_and_runs_nothing(samples: Dataset) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_the_page_of_hashed_data_marks_nothing_that_is_alike(prepared: Dataset, description: Description) -> None:
+def test_the_page_of_hashed_data_marks_nothing_that_is_alike(prepared: Dataset, description: DatasetSummary) -> None:
     page = data_page("log", prepared, description)
     assert page.count("Reuse histogram") == len(SPARSE)
     assert page.count('aria-label="Distribution"') == len(DENSE)

@@ -15,8 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.data import Dataset
-from meseta.data.dataset.check import check
-from meseta.data.dataset.encoding import Encoding, difference, unknown, with_vocabulary_digests
+from meseta.data.dataset.check import check_dataset
+from meseta.data.dataset.encoding import (
+    DatasetEncoding,
+    encoding_difference,
+    uncomparable_parts,
+    with_vocabulary_digests,
+)
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.read.row_filter import RowFilter
 from meseta.spec import MesetaError
@@ -85,14 +90,18 @@ def test_a_difference_is_named(name: str, tmp_path: Path) -> None:
     now = prepared(tmp_path / "now", change(columns()), schema, **options)
     if name == "vocabulary":  # what nothing else tells
         assert [f.num_embeddings for f in before.sparse] == [f.num_embeddings for f in now.sparse]
-    found = difference(Encoding.of(before), Encoding.of(now))
+    found = encoding_difference(DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now))
     assert found is not None and message in found
 
 
 def test_equal_content_is_equal_wherever_it_lies(tmp_path: Path) -> None:
     before, now = (prepared(tmp_path / name, columns(), num_threads=n) for n, name in ((1, "one"), (3, "other")))
-    assert difference(Encoding.of(before), Encoding.of(now)) is None
-    assert Encoding.of(before) == Encoding.of(now) == Encoding.from_dict(Encoding.of(now).to_dict(), "x")
+    assert encoding_difference(DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now)) is None
+    assert (
+        DatasetEncoding.from_dataset(before)
+        == DatasetEncoding.from_dataset(now)
+        == DatasetEncoding.from_dict(DatasetEncoding.from_dataset(now).to_dict(), "x")
+    )
     assert {f.name: f.vocabulary_digest is not None for f in now.sparse} == {
         "city": True, "shop": True, "age.bucket": False, "both": True,
     }  # fmt: skip
@@ -121,12 +130,12 @@ def test_older_datasets_are_read_from_their_files(tmp_path: Path) -> None:
     assert with_vocabulary_digests(old).sparse == whole.sparse
     for file in (tmp_path / "a/data/vocabulary").iterdir():
         file.unlink()
-    nothing = Encoding.of(with_vocabulary_digests(old))
-    assert difference(Encoding.of(whole), nothing) is None
-    assert unknown(Encoding.of(whole), nothing) == [
+    nothing = DatasetEncoding.from_dataset(with_vocabulary_digests(old))
+    assert encoding_difference(DatasetEncoding.from_dataset(whole), nothing) is None
+    assert uncomparable_parts(DatasetEncoding.from_dataset(whole), nothing) == [
         "the name of the label", "the vocabulary of 'city'", "the vocabulary of 'shop'", "the vocabulary of 'both'",
     ]  # fmt: skip
-    assert unknown(nothing, nothing) == []
+    assert uncomparable_parts(nothing, nothing) == []
 
 
 def test_a_vocabulary_that_was_changed_behind_the_description(tmp_path: Path) -> None:
@@ -135,7 +144,7 @@ def test_a_vocabulary_that_was_changed_behind_the_description(tmp_path: Path) ->
     table = pq.read_table(file)
     values = pa.array([v if v is None else swapped(v) for v in table["value"].to_pylist()], pa.large_string())
     pq.write_table(table.set_column(0, "value", values), file)
-    [fault] = check(tmp_path / "a/data").faults
+    [fault] = check_dataset(tmp_path / "a/data").faults
     assert "vocabulary/city.parquet: dataset.json says that its values have the SHA-256" in str(fault)
     with pytest.raises(MesetaError, match=r"city.parquet' is not the one that the ids of 'city' were made with"):
         RowFilter("city == 'c0'", dataset)
@@ -144,4 +153,4 @@ def test_a_vocabulary_that_was_changed_behind_the_description(tmp_path: Path) ->
 def test_what_is_no_encoding_is_refused() -> None:
     for document in (3, {}, {"labels": ["a"], "dense": [{"name": 1}], "sparse": []}):
         with pytest.raises(MesetaError, match=r"checkpoint 'x': encoding: .*; use an older one"):
-            Encoding.from_dict(document, "checkpoint 'x'")
+            DatasetEncoding.from_dict(document, "checkpoint 'x'")

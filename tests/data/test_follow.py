@@ -12,7 +12,7 @@ import torch
 
 from data.click_log import Oracle, make_lines, write_tsv
 from meseta.data import Batch, ReaderOptions
-from meseta.data.follow import FollowingReader
+from meseta.data.following_reader import FollowingReader
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 
@@ -57,9 +57,9 @@ def test_all_parts_in_the_order_of_their_names_scaled_like_the_first(days: Path)
 
 def test_parts_that_come_meanwhile_are_taken_up(days: Path, tmp_path: Path) -> None:
     grow(days, tmp_path, "day_0")
-    reader = FollowingReader(tmp_path, OPTIONS, poll_s=0.01)
+    reader = FollowingReader(tmp_path, OPTIONS, poll_interval_s=0.01)
     seen = []
-    for place, batch in enumerate(reader.batches(idle_s=0.1)):
+    for place, batch in enumerate(reader.batches(idle_timeout_s=0.1)):
         seen.append(batch)
         if place == 2:
             grow(days, tmp_path, "day_1")
@@ -107,10 +107,10 @@ def test_ranks_see_what_the_first_one_sees(days: Path, tmp_path: Path) -> None:
         told.append(found)
         return found
 
-    first = list(FollowingReader(tmp_path, OPTIONS, agree=tell).batches())
+    first = list(FollowingReader(tmp_path, OPTIONS, broadcast=tell).batches())
     grow(days, tmp_path, "day_1")
     heard = iter(told)
-    same(list(FollowingReader(tmp_path, OPTIONS, agree=lambda found: next(heard)).batches()), first)
+    same(list(FollowingReader(tmp_path, OPTIONS, broadcast=lambda found: next(heard)).batches()), first)
 
 
 def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import registry
 from meseta.data.formats import text as text_format
-from meseta.data.formats.format import AskedColumns, Block, FileHead, Source, TextForm
-from meseta.data.formats.text import TextFormat, first_line, raw_text
-from meseta.data.formats.text_columns import guessed_text_layout
+from meseta.data.formats.format import Block, ColumnRequest, FileHead, Source, TextDialect
+from meseta.data.formats.text import TextFormat, raw_text, read_first_line
+from meseta.data.formats.text_columns import infer_text_layout
 from meseta.data.layout import RawLayout
 from meseta.data.prepare import prepare, spool, staging
 from meseta.data.raw_rows import RawRows
@@ -27,19 +27,19 @@ class KeyValue(TextFormat):
     name = "keyvalue"
     title = "text of names and values"
 
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         line = head.text.partition(b"\n")[0]
-        return TextForm() if line and all(b"=" in field for field in line.split(b" ")) else None
+        return TextDialect() if line and all(b"=" in field for field in line.split(b" ")) else None
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        return tuple(field.partition("=")[0] for field in first_line(source).decode().split(" "))
+        return tuple(field.partition("=")[0] for field in read_first_line(source).decode().split(" "))
 
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         names = self.columns(sources[0])
         lines = Path(sources[0].path).read_text().splitlines()
         rows = [[field.partition("=")[2] for field in line.split(" ")] for line in lines]
         sample = {name: [row[place] for row in rows if len(row) == len(names)] for place, name in enumerate(names)}
-        return guessed_text_layout(f"source {sources[0].path!r}", sample, asked.named, has_names=True)
+        return infer_text_layout(f"source {sources[0].path!r}", sample, asked.named_columns, has_names=True)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         names: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class KeyValue(TextFormat):
                 raise MesetaError(reason, remedy="fix or remove it")
             names = tuple(name for name, _, _ in fields)
             lines.append(",".join(value for _, _, value in fields) + "\n")
-        as_csv = registry.format_of("csv")
+        as_csv = registry.find_format("csv")
         return as_csv.parse(replace(block, raw="".join(lines).encode(), header=names), layout)
 
     def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
@@ -108,7 +108,7 @@ def test_a_damaged_line_is_explained_or_skipped(tmp_path: Path) -> None:
 def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
-    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
+    monkeypatch.setattr(staging, "COMMIT_INTERVAL_S", 0.0)
     source = write_toy(tmp_path / "log.kv")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "whole"))
     options = PrepareOptions(sources=[source], out=tmp_path / "out")

@@ -13,7 +13,7 @@ from data.click_log import hashed, make_lines, prepare_with, read_split, write_t
 from meseta.data import Dataset
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 SCHEMA = "header: [clicked, age, city]\nlabel: clicked\ndense: [age]\ncategorical: [city]\n"
@@ -33,7 +33,7 @@ def test_the_printed_schema_of_criteos_logs_gives_the_same_rows(
     write_tsv(tmp_path / name, make_lines(120))
     run(tmp_path, "plain.tsv", None, out=tmp_path / "plain")
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/plain.tsv"], out=tmp_path / "out"))
-    run(tmp_path, name, schema_text(layout))
+    run(tmp_path, name, format_schema(layout))
     assert read_split(tmp_path / "out", "train").equals(read_split(tmp_path / "plain", "train"))
 
 
@@ -41,7 +41,7 @@ def test_roles_buckets_and_crosses_of_criteos_logs(tmp_path: Path) -> None:
     lines = make_lines(120)
     write_tsv(tmp_path / "day_0", lines)
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/day_0"], out=tmp_path / "out"))
-    header = next(line for line in schema_text(layout).splitlines() if line.startswith("header: "))
+    header = next(line for line in format_schema(layout).splitlines() if line.startswith("header: "))
     schema = f"""{header}
 delimiter: "\\t"
 label: label

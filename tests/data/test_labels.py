@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.dataset.encoding import Encoding, difference
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
 from meseta.data.layout import RawLayout
 from meseta.data.prepare import prepare
-from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.prepare.run import read_layout
-from meseta.data.schema.labels import resolve_labels, with_signed_labels
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.labels import add_signed_labels, resolve_labels
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -111,7 +111,7 @@ def test_minus_one_counts_as_zero(tmp_path: Path, form: str) -> None:
     columns = {"click": signs, "city": ["a", "b"] * 100}
     assert labels_of(tmp_path, columns, ["click"], form) == {"label": [float(sign > 0) for sign in signs]}
     options = PrepareOptions(sources=[str(tmp_path / f"log.{form}")], out=tmp_path / "out", label="click")
-    assert "label: click                    # -1 and 1: -1 counts as 0\n" in schema_text(read_layout(options))
+    assert "label: click                    # -1 and 1: -1 counts as 0\n" in format_schema(read_layout(options))
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -141,12 +141,12 @@ def test_further_rows_take_the_decision_of_the_first_ones(tmp_path: Path) -> Non
     columns = signs_and_ratings()
     labels_of(tmp_path, columns, ["click", "liked=rating >= 4"], "csv")
     new = write(tmp_path / "new.parquet", {"click": [1.0, 1.0, -1.0], "rating": [3, 4, 5], "city": ["a", "b", "a"]})
-    prepare_like(LikeOptions(sources=[str(new)], out=tmp_path / "more", like=tmp_path / "out"))
+    prepare_like(PrepareLikeOptions(sources=[str(new)], out=tmp_path / "more", like=tmp_path / "out"))
     table = pq.read_table(tmp_path / "more" / "test")
     assert table["click"].to_pylist() == [1, 1, 0] and table["liked"].to_pylist() == [0, 1, 1]
     new = write(tmp_path / "new.parquet", {"click": [1.0, 0.0], "rating": [3, 4], "city": ["a", "b"]})
     with pytest.raises(MesetaError, match=r"row 2, column 'click': 0\.0 is no label: it must be -1 or 1"):
-        prepare_like(LikeOptions(sources=[str(new)], out=tmp_path / "more", like=tmp_path / "out", force=True))
+        prepare_like(PrepareLikeOptions(sources=[str(new)], out=tmp_path / "more", like=tmp_path / "out", force=True))
 
 
 def test_the_schema_that_is_printed_says_it(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_the_schema_that_is_printed_says_it(tmp_path: Path) -> None:
     source = str(write(tmp_path / "log.csv", columns))
     options = PrepareOptions(sources=[source], out=tmp_path / "out", label=["click", "liked=rating >= 4"])
     layout = read_layout(options)
-    (tmp_path / "schema.yaml").write_text(schema_text(layout))
+    (tmp_path / "schema.yaml").write_text(format_schema(layout))
     again = read_layout(PrepareOptions(sources=[source], out=tmp_path / "out", schema=tmp_path / "schema.yaml"))
-    assert again == layout and again.raw_labels == ["click", "rating"]
+    assert again == layout and again.raw_label_columns == ["click", "rating"]
 
 
 @pytest.mark.parametrize("role", ["dense", "time"])
@@ -173,10 +173,10 @@ def test_runs_on_other_conditions_are_told_apart(tmp_path: Path) -> None:
     encodings = []
     for label in ("liked=rating >= 4", "liked=rating >= 3"):
         labels_of(tmp_path, columns, [label], "csv")
-        encodings.append(Encoding.of(Dataset.load(tmp_path / "out")))
-    assert difference(encodings[0], encodings[0]) is None
-    assert difference(*encodings) == "label 'liked', which was rating >= 4 and is rating >= 3 now"
-    assert Encoding.from_dict(encodings[0].to_dict(), "x") == encodings[0]
+        encodings.append(DatasetEncoding.from_dataset(Dataset.load(tmp_path / "out")))
+    assert encoding_difference(encodings[0], encodings[0]) is None
+    assert encoding_difference(*encodings) == "label 'liked', which was rating >= 4 and is rating >= 3 now"
+    assert DatasetEncoding.from_dict(encodings[0].to_dict(), "x") == encodings[0]
 
 
 @pytest.mark.parametrize(("num_bad", "is_advised"), [(1, True), (200, False), (5_000, False)])
@@ -191,4 +191,4 @@ def test_leaving_rows_out_is_advised_for_few_rows_alone(tmp_path: Path, num_bad:
 def test_a_label_of_ones_needs_no_rule() -> None:
     layout = RawLayout(labels=("a", "b", "c"), dense=(), sparse=())
     sample = {"a": ["1", "1"], "b": ["-1", "NA", "1.0"], "c": ["-1", "0", "1"]}
-    assert [rule.name for rule in with_signed_labels(layout, sample).label_rules] == ["b"]
+    assert [rule.name for rule in add_signed_labels(layout, sample).label_rules] == ["b"]

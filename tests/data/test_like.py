@@ -29,17 +29,17 @@ from data.new_files import (
     write_parquet,
 )  # fmt: skip
 from meseta.data import Reader, ReaderOptions
-from meseta.data.dataset.check import check
+from meseta.data.dataset.check import check_dataset
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.encoding import Encoding
+from meseta.data.dataset.encoding import DatasetEncoding
 from meseta.data.hash_categories import reference
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.spec import MesetaError
 
 
 def like(folder: Path, source: Path, earlier: Path, out: str = "like", **options: Any) -> Dataset:
-    return prepare_like(LikeOptions(sources=[str(source)], out=folder / out, like=earlier, **options))[0]
+    return prepare_like(PrepareLikeOptions(sources=[str(source)], out=folder / out, like=earlier, **options))[0]
 
 
 @pytest.mark.parametrize("vocabulary", [False, True])
@@ -53,17 +53,17 @@ def test_rows_become_what_they_were(tmp_path: Path, kind: str, vocabulary: bool)
     before = prepare(both)
     expected = pq.read_table(tmp_path / "data/test")
     labelled = like(tmp_path, test, tmp_path / "data")
-    assert Encoding.of(labelled) == Encoding.of(before) and labelled.has_labels
+    assert DatasetEncoding.from_dataset(labelled) == DatasetEncoding.from_dataset(before) and labelled.has_labels
     assert pq.read_table(tmp_path / "like/test").equals(expected)
     assert labelled.splits["test"].num_positives == before.splits["test"].num_positives
     bare = like(tmp_path, new, tmp_path / "like", "bare")  # a dataset like one is one to be like, too
-    assert Encoding.of(bare) == Encoding.of(before) and not bare.has_labels
+    assert DatasetEncoding.from_dataset(bare) == DatasetEncoding.from_dataset(before) and not bare.has_labels
     gone = {"label", before.weight}
     assert pq.read_table(tmp_path / "bare/test").equals(
         expected.drop_columns([n for n in expected.column_names if n in gone])
     )
     assert (bare.weight, bare.group, bare.time) == (None, before.group, before.time)
-    assert not check(tmp_path / "like").faults and not check(tmp_path / "bare").faults
+    assert not check_dataset(tmp_path / "like").faults and not check_dataset(tmp_path / "bare").faults
     batches = list(Reader(bare, "test", ReaderOptions(batch_size=64)).epoch())
     assert all(np.isnan(batch.label.numpy()).all() for batch in batches) and sum(b.batch_size for b in batches) == 150
 
@@ -99,7 +99,7 @@ def test_several_files_come_in_their_order(tmp_path: Path) -> None:
 
 
 def test_parts_and_row_groups_of_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data.prepare import like as module
+    from meseta.data.prepare import prepare_like as module
 
     rest, data = two_files(tmp_path)
     monkeypatch.setattr(module, "ROW_GROUP_ROWS", 16)
@@ -114,7 +114,7 @@ def test_parts_and_row_groups_of_many_rows(tmp_path: Path, monkeypatch: pytest.M
 def test_the_share_of_new_values(tmp_path: Path, vocabulary: bool) -> None:
     rest, data = two_files(tmp_path, vocabulary=vocabulary, min_count=3)
     table = without(columns(), "tags")
-    _, unseen = prepare_like(LikeOptions(sources=[str(tmp_path / "test.csv")], out=tmp_path / "like", like=data))
+    _, unseen = prepare_like(PrepareLikeOptions(sources=[str(tmp_path / "test.csv")], out=tmp_path / "like", like=data))
     seeds = {feature.name: feature.hash_seed for feature in Dataset.load(data).sparse}
     for feature, column in (("shop", "shop"), ("city", "city"), ("hour.category", "hour")):
         train, new = ([str(value) for value in rows[column]] for rows in (part(table, 0, NUM_TRAIN), rest))
@@ -207,7 +207,7 @@ def test_bad_rows_may_be_left_out(tmp_path: Path) -> None:
 
 def test_an_interrupt_leaves_nothing_and_force_replaces(tmp_path: Path) -> None:
     _, data = two_files(tmp_path)
-    options = LikeOptions(sources=[str(tmp_path / "test.csv")], out=tmp_path / "like", like=data)
+    options = PrepareLikeOptions(sources=[str(tmp_path / "test.csv")], out=tmp_path / "like", like=data)
 
     def interrupt(rows: int, share: float) -> None:
         if rows:

@@ -12,9 +12,9 @@ import pytest
 
 from data.missing_labels import ROWS, columns, write
 from meseta.data import PrepareOptions, Reader, ReaderOptions
-from meseta.data.dataset.check import check
+from meseta.data.dataset.check import check_dataset
 from meseta.data.prepare import prepare
-from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.spec import MesetaError
 
 
@@ -48,7 +48,7 @@ def test_a_missing_label_is_masked_and_a_row_without_any_left_out(tmp_path: Path
     ]
     assert sorted(found, key=str) == sorted(pairs, key=str)
     if not recipe_only:
-        assert not check(tmp_path / "out").faults
+        assert not check_dataset(tmp_path / "out").faults
 
 
 def test_without_missing_labels_nothing_new_is_written(tmp_path: Path) -> None:
@@ -71,11 +71,11 @@ def test_other_missing_values_and_wrong_counts_are_faults(tmp_path: Path) -> Non
     document = json.loads(description.read_text())
     document["splits"]["train"]["known"]["click"] -= 1
     description.write_text(json.dumps(document))
-    [fault] = check(tmp_path / "out").faults
+    [fault] = check_dataset(tmp_path / "out").faults
     assert "samples have label 'click'" in str(fault)
     del document["splits"]["train"]["known"]
     description.write_text(json.dumps(document))
-    assert {"there must be no missing values"} == {fault.rule for fault in check(tmp_path / "out").faults}
+    assert {"there must be no missing values"} == {fault.rule for fault in check_dataset(tmp_path / "out").faults}
     with pytest.raises(MesetaError, match="column 'click' holds no value"):
         list(Reader(tmp_path / "out", "train", ReaderOptions(batch_size=8)).epoch())
 
@@ -85,7 +85,7 @@ def test_further_rows_may_lack_labels_too(tmp_path: Path) -> None:
     new = columns(1)
     both = [pair for pair in zip(new["click"], new["bought"], strict=True) if pair != (None, None)]
     source = write(tmp_path / "new.parquet", new)
-    dataset, _ = prepare_like(LikeOptions(sources=[source], out=tmp_path / "more", like=tmp_path / "out"))
-    assert dataset.num_unlabelled == ROWS - len(both) and not check(tmp_path / "more").faults
+    dataset, _ = prepare_like(PrepareLikeOptions(sources=[source], out=tmp_path / "more", like=tmp_path / "out"))
+    assert dataset.num_unlabelled == ROWS - len(both) and not check_dataset(tmp_path / "more").faults
     split = pq.read_table(tmp_path / "more" / "test")
     assert list(zip(split["click"].to_pylist(), split["bought"].to_pylist(), strict=True)) == both

@@ -16,11 +16,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.formats.plain_numbers import plain_numbers, plain_texts
+from meseta.data.formats.normalize_numbers import normalize_formatted_numbers, normalize_numbers_strictly
 from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.prepare import prepare, read_layout
-from meseta.data.prepare.like import LikeOptions, prepare_like
-from meseta.data.schema.schema import Schema, schema_text
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
+from meseta.data.schema.schema import Schema, format_schema
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
 from sampling import fewer_examples
@@ -61,7 +61,7 @@ def spelled(draw: st.DrawFn, number: Decimal, form: NumberFormat) -> str:
 
 def plain(form: NumberFormat, texts: list[str], kind: pa.DataType | None = None) -> list[str]:
     values = pa.array([text.encode() for text in texts], kind or pa.binary())
-    return [value.decode() for value in plain_numbers(form, values).to_pylist()]
+    return [value.decode() for value in normalize_numbers_strictly(form, values).to_pylist()]
 
 
 @given(st.data(), formats(), st.lists(NUMBERS, max_size=10))
@@ -73,7 +73,9 @@ def test_each_spelling_has_the_value_of_the_number(
     assert [Decimal(text) for text in found] == numbers
     assert pa.array(found, pa.string()).cast(pa.float64()).to_pylist() == [float(number) for number in numbers]
     assert plain(form, texts, pa.large_binary()) == found and all(map(form.is_number, texts))
-    assert plain_texts(form, pa.array(texts, pa.string())).to_pylist() == [text.encode() for text in found]
+    assert normalize_formatted_numbers(form, pa.array(texts, pa.string())).to_pylist() == [
+        text.encode() for text in found
+    ]
 
 
 @given(formats(), st.lists(st.text("0123456789.,'+-eE €%$ \u00a0na", max_size=9), max_size=10))
@@ -197,7 +199,9 @@ def test_every_number_of_a_row_is_read_so(tmp_path: Path) -> None:
     )
     assert Dataset.load(tmp_path / "german") == found
     assert "number_format" not in json.loads((tmp_path / "plain/dataset.json").read_text())["source_form"]
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/german.csv"], out=tmp_path / "like", like=tmp_path / "german"))
+    prepare_like(
+        PrepareLikeOptions(sources=[f"{tmp_path}/german.csv"], out=tmp_path / "like", like=tmp_path / "german")
+    )
     like = pq.read_table(tmp_path / "like/test").to_pydict()
     assert like == pq.read_table(tmp_path / "german/train").to_pydict()
 
@@ -263,12 +267,12 @@ def test_printed_columns_name_the_key_and_keep_it(tmp_path: Path) -> None:
     text = "click;price;shop\n" + "".join(f"{row % 2};{row % 20},5{row % 10} €;{row % 3}\n" for row in range(60))
     (tmp_path / "log.csv").write_text(text)
     options: dict[str, Any] = {"sources": [f"{tmp_path}/log.csv"], "out": tmp_path / "no"}
-    printed = schema_text(read_layout(PrepareOptions(**options)))
+    printed = format_schema(read_layout(PrepareOptions(**options)))
     assert 'numbers if a --schema file says decimal: ",", strip: "€"' in printed
     edited = re.sub(r"  - price[^\n]*\n", "", printed) + 'dense: [price]\ndecimal: ","\nstrip: "€"\n'
     (tmp_path / "schema.yaml").write_text(edited)
     layout = read_layout(PrepareOptions(schema=tmp_path / "schema.yaml", **options))
-    (tmp_path / "again.yaml").write_text(schema_text(layout))
+    (tmp_path / "again.yaml").write_text(format_schema(layout))
     assert read_layout(PrepareOptions(schema=tmp_path / "again.yaml", **options)) == layout
     assert layout.dense == ("price",) and layout.number_format == NumberFormat(decimal=",", strip="€")
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data import Dataset, PrepareOptions
-from meseta.data.dataset.encoding import Encoding, difference
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
 from meseta.data.prepare import prepare
 from sampling import fewer_examples
 
@@ -135,7 +135,10 @@ def test_one_table_gives_one_dataset(tmp_path_factory: pytest.TempPathFactory, t
     datasets = {name: prepared(folder, name, table, vocabulary=vocabulary) for name in FORMS}
     first = next(iter(datasets))
     for name, dataset in datasets.items():
-        assert difference(Encoding.of(datasets[first]), Encoding.of(dataset)) is None
+        assert (
+            encoding_difference(DatasetEncoding.from_dataset(datasets[first]), DatasetEncoding.from_dataset(dataset))
+            is None
+        )
         for split in ("train", "test"):
             expected, found = (pq.read_table(folder / f"{form}.out" / split) for form in (first, name))
             assert found.equals(expected), name

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.counter import permutation, random_words
+from meseta.data.counter_rng import permutation, random_words
 from meseta.data.read.order import EpochOrder
 
 LITERAL_ORDER = [3, 4, 2, 6, 7, 0, 1, 5]
@@ -44,7 +44,7 @@ def test_windows_tile_the_epoch(group_rows: list[int], window_rows: int, shuffle
         assert window.start == start
         assert window.num_rows == sum(group_rows[group] for group in window.groups)
         assert window.num_rows <= window_rows or len(window.groups) == 1
-        assert order.find(start) == order.find(start + window.num_rows - 1) == index
+        assert order.find_window(start) == order.find_window(start + window.num_rows - 1) == index
         assert (window.rows is None) != shuffle
         start += window.num_rows
     assert start == sum(group_rows)

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import compression, json_records
 from meseta.data.formats import text as text_format
-from meseta.data.formats.delimiters import UNIT_SEPARATOR, as_csv
+from meseta.data.formats.delimiters import UNIT_SEPARATOR, convert_to_csv
 from meseta.data.prepare import prepare, read_layout, spool, staging
-from meseta.data.prepare.like import LikeOptions, prepare_like
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.reader import Reader
 from meseta.spec import MesetaError
@@ -241,7 +241,7 @@ def test_other_archives_and_binary_files_are_recognized(tmp_path: Path) -> None:
     old[148:156] = b" " * 8
     old[148:156] = f"{sum(old[:512]):06o}\0 ".encode()
     assert "is a tar archive" in refused(tmp_path, "old.tar", bytes(old))
-    for number, (magic, what, remedy) in enumerate(compression._UNSUPPORTED):
+    for number, (magic, what, remedy) in enumerate(compression._UNSUPPORTED_FORMATS):
         message = refused(tmp_path, f"file{number}.csv", magic + bytes(600))
         assert f"is {what}, which is not read; {remedy}" in message
     assert "is compressed twice" in refused(tmp_path, "twice.csv.gz", gzip.compress(bz2.compress(b"click,x\n1,2\n")))
@@ -369,7 +369,7 @@ def test_rows_are_decoded_as_by_the_json_module(value: Any) -> None:
         return value
 
     row = {"key": value}
-    assert json_records.RowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
+    assert json_records.JsonRowDecoder().decode(json.dumps(row).encode()) == spelled(json.loads(json.dumps(row)))
 
 
 def test_documents_of_several_lines_are_named(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ FIELDS = st.text(st.sampled_from('ab",:;|\t \x1f\\é'), max_size=5)
 def test_lines_are_split_as_python_does(delimiter: str, rows: list[list[str]], end: str) -> None:
     lines = "".join(delimiter.join(row) + end for row in rows)
     expected = [line.split(delimiter) for line in lines.split(end)[:-1]]
-    converted = as_csv(lines.encode(), delimiter).decode()
+    converted = convert_to_csv(lines.encode(), delimiter).decode()
     got = list(csv.reader(io.StringIO(converted, newline=""), delimiter=UNIT_SEPARATOR.decode()))
     assert got == expected
 
@@ -492,7 +492,7 @@ KINDS = {
 @pytest.mark.usefixtures("small_blocks")
 def test_preparing_resumes_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
-    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
+    monkeypatch.setattr(staging, "COMMIT_INTERVAL_S", 0.0)
     run(tmp_path, name, KINDS[name](make_rows()))
     options = PrepareOptions(sources=[str(tmp_path / name)], out=tmp_path / "resumed", hash_rows=500)
     calls = 0
@@ -547,9 +547,9 @@ def test_new_rows_of_other_kinds(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(KINDS[name](rows) if name in KINDS else csv_bytes(rows))
         out = tmp_path / f"like-{name}"
-        prepare_like(LikeOptions(sources=[str(path)], out=out, like=earlier.dir))
+        prepare_like(PrepareLikeOptions(sources=[str(path)], out=out, like=earlier.dir))
         expected = expected or parts(out)
         assert parts(out) == expected
     path.write_bytes(json_bytes(rows).replace(b"city", b"town"))
     with pytest.raises(MesetaError, match="lacks 'city'; the model was trained on all features"):
-        prepare_like(LikeOptions(sources=[str(path)], out=tmp_path / "none", like=earlier.dir))
+        prepare_like(PrepareLikeOptions(sources=[str(path)], out=tmp_path / "none", like=earlier.dir))

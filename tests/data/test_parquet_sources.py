@@ -12,7 +12,7 @@ from xxhash import xxh64_intdigest
 from data.click_log import read_split, reuse_shares
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 NUM_ROWS = 200
@@ -200,7 +200,7 @@ def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> 
     pq.write_table(table, tmp_path / "log.parquet")
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))
     assert (layout.labels, layout.dense, [s.name for s in layout.sparse]) == (("click",), ("age",), ["user_id"])
-    assert schema_text(layout).splitlines()[2].split("#")[1] == " int64: numbers, by its name: '1', '2'"
+    assert format_schema(layout).splitlines()[2].split("#")[1] == " int64: numbers, by its name: '1', '2'"
 
 
 @pytest.mark.parametrize(

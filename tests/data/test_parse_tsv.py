@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data.formats.tsv import _COLUMN_TYPES as TYPES
-from meseta.data.parse_tsv import _by_core, parse_tsv
+from meseta.data.parse_tsv import _parse_with_core, parse_tsv
 from meseta.data.parse_tsv.reference import parse_tsv as reference
 from meseta.data.raw_rows import RawRows
 
@@ -39,7 +39,7 @@ def same(found: RawRows, expected: RawRows) -> bool:
 @given(LINES)
 def test_usual_lines_are_the_cores(lines: tuple[list[bytes], bytes]) -> None:
     raw = b"".join(line + lines[1] for line in lines[0])
-    found = _by_core(raw, len(lines[0]))
+    found = _parse_with_core(raw, len(lines[0]))
     assert found is not None and same(found, reference(raw, TYPES))
 
 
@@ -47,7 +47,7 @@ def test_usual_lines_are_the_cores(lines: tuple[list[bytes], bytes]) -> None:
 def test_whatever_the_core_takes_is_what_pyarrow_takes(lines: list[bytes], ends: bool) -> None:
     raw = b"\n".join(lines) + b"\n" * ends
     num_rows = raw.count(b"\n")
-    found = _by_core(raw, num_rows)
+    found = _parse_with_core(raw, num_rows)
     if found is not None:
         assert same(found, reference(raw, TYPES)) and len(found.labels[0]) == num_rows
 
@@ -55,7 +55,7 @@ def test_whatever_the_core_takes_is_what_pyarrow_takes(lines: list[bytes], ends:
 def test_what_the_core_leaves_alone_goes_to_pyarrow() -> None:
     fields = [b"0.5", *[b" 3"] * 13, *[b"x"] * 26]
     raw = b"\t".join(fields) + b"\n"
-    assert _by_core(raw, 1) is None
+    assert _parse_with_core(raw, 1) is None
     assert parse_tsv(raw, 1, TYPES).labels[0].tolist() == [0.5]
     with pytest.raises(pa.ArrowInvalid):
         parse_tsv(raw.replace(b" 3", b"a", 1), 1, TYPES)
@@ -64,4 +64,4 @@ def test_what_the_core_leaves_alone_goes_to_pyarrow() -> None:
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
 def test_another_number_of_lines_is_not_taken(num_rows: int) -> None:
     line = b"\t".join([b"1", *[b"2"] * 13, *[b"abc"] * 26]) + b"\n"
-    assert _by_core(line * 2, num_rows) is None
+    assert _parse_with_core(line * 2, num_rows) is None

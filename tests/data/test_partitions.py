@@ -25,11 +25,11 @@ import pytest
 from bad_input.commands import run_here
 from data.click_log import hashed, make_lines, read_split
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.dataset.dataset import FILE_NAME
+from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.prepare import PrepareOptions, load_prepared, prepare, read_layout
-from meseta.data.prepare.like import LikeOptions, prepare_like
 from meseta.data.prepare.new_rows import NewRows
-from meseta.data.prepare.record import RECORD_NAME
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
+from meseta.data.prepare.record import PREPARE_RECORD_FILE
 from meseta.machine.files import parse_json
 from meseta.spec import MesetaError
 from sampling import product, sample
@@ -295,7 +295,7 @@ def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
     found = []
     for number, source in enumerate((f"{tmp_path}/new", f"{tmp_path}/new.{kind}")):
         out = tmp_path / f"like{number}"
-        prepare_like(LikeOptions(sources=[source], out=out, like=tmp_path / "out"))
+        prepare_like(PrepareLikeOptions(sources=[source], out=out, like=tmp_path / "out"))
         found.append(read_split(out, "test"))
     assert found[0].equals(found[1])
     read = NewRows(earlier, [f"{tmp_path}/new"], keys=["country", "source", "city"]).read()
@@ -306,7 +306,7 @@ def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
         "city": [row["city"] for row in ordered],
     }
     with pytest.raises(MesetaError, match="lacks 'country'; files of the earlier dataset were in folders 'country="):
-        prepare_like(LikeOptions(sources=[f"{tmp_path}/new/source=web/date=2026-01-01/country=ES/part.{kind}"],
+        prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/new/source=web/date=2026-01-01/country=ES/part.{kind}"],
                                  out=tmp_path / "x", like=tmp_path / "out"))  # fmt: skip
 
 
@@ -317,12 +317,12 @@ def test_former_datasets_ignore_the_folders(tmp_path: Path) -> None:
     (tmp_path / "a/date=2026-05-05/log.csv").write_bytes(content("csv", table))
     exact = f"{tmp_path}/a/date=2026-05-05/log.csv"
     run(tmp_path, exact, schema=schema_file(tmp_path))
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/a"], out=tmp_path / "like", like=tmp_path / "out"))
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/a"], out=tmp_path / "like", like=tmp_path / "out"))
     assert read_split(tmp_path / "like", "test").equals(read_split(tmp_path / "out", "train"))
-    document = parse_json((tmp_path / "out" / FILE_NAME).read_bytes())
+    document = parse_json((tmp_path / "out" / DATASET_FILE).read_bytes())
     del document["source_form"]["partition_keys"]
-    (tmp_path / "out" / FILE_NAME).write_text(json.dumps(document))
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/a"], out=tmp_path / "again", like=tmp_path / "out"))
+    (tmp_path / "out" / DATASET_FILE).write_text(json.dumps(document))
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/a"], out=tmp_path / "again", like=tmp_path / "out"))
     assert read_split(tmp_path / "again", "test").equals(read_split(tmp_path / "out", "train"))
 
 
@@ -335,10 +335,10 @@ def test_a_prepared_folder_knows_which_folders_made_columns(tmp_path: Path) -> N
     files = sorted(map(str, (tmp_path / "logs").rglob("*.csv")))
     with pytest.raises(MesetaError, match="has changed since"):
         load_prepared(PrepareOptions(sources=files, **options))
-    record = parse_json((tmp_path / "out" / RECORD_NAME).read_bytes())
+    record = parse_json((tmp_path / "out" / PREPARE_RECORD_FILE).read_bytes())
     for entry in record["sources"].values():
         del entry["partition"]
-    (tmp_path / "out" / RECORD_NAME).write_text(json.dumps(record))
+    (tmp_path / "out" / PREPARE_RECORD_FILE).write_text(json.dumps(record))
     assert load_prepared(PrepareOptions(sources=files, **options)) is not None
 
 

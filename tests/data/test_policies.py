@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.test_reader import NUM_ROWS, global_batches, make_dataset, rows_of
 from meseta.data import Batch, Dataset, Reader, ReaderOptions
-from meseta.data.read.tensors import pad
+from meseta.data.read.tensors import pad_batch
 from meseta.spec import MesetaError
 
 
@@ -76,7 +76,7 @@ def test_weights_and_several_labels_are_padded_too(tmp_path: Path) -> None:
         weight=torch.tensor([0.5, 2.0, 0.0]),
         group=torch.tensor([7, 8, 9]),
     )
-    padded = pad(full, 5)
+    padded = pad_batch(full, 5)
     assert padded.label.tolist() == [*full.label.tolist(), [0.0, 0.0], [0.0, 0.0]]
     assert padded.weight is not None and padded.weight.tolist() == [0.5, 2.0, 0.0, 0.0, 0.0]
     assert padded.group is not None and padded.group.tolist() == [7, 8, 9, 0, 0]
@@ -99,7 +99,7 @@ def test_a_filter_leaves_the_rows_that_fulfil_it(jagged: Dataset) -> None:
     reader = Reader(jagged, "train", ReaderOptions(batch_size=64, filter=f"d0 >= {np.expm1(100)} and label == 1"))
     expected = [row for row in range(NUM_ROWS) if row >= 100 and row % 2]
     assert [row for batch in reader.epoch() for row in rows_of(batch)] == expected
-    assert (reader.num_rows, reader.left_out.by_filter, reader.left_out.negatives) == (
+    assert (reader.num_rows, reader.excluded_rows.num_filtered, reader.excluded_rows.num_dropped_negatives) == (
         len(expected), NUM_ROWS - len(expected), 0
     )  # fmt: skip
     assert reader.num_batches == -(-len(expected) // 64)

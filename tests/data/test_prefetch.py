@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meseta.data.read.prefetch import Prefetch
+from meseta.data.read.prefetch import PrefetchIterator
 
 OTHERS: set[threading.Thread] = set()
 
@@ -27,7 +27,7 @@ def is_running() -> bool:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 5])
 def test_same_items_in_order(num_ahead: int) -> None:
-    assert list(Prefetch(iter(range(100)), num_ahead)) == list(range(100))
+    assert list(PrefetchIterator(iter(range(100)), num_ahead)) == list(range(100))
     assert not is_running()
 
 
@@ -41,7 +41,7 @@ def test_an_exception_comes_as_it_is_after_the_items_before_it(num_ahead: int) -
 
     taken = []
     with pytest.raises(KeyError) as caught:
-        for item in Prefetch(items(), num_ahead):
+        for item in PrefetchIterator(items(), num_ahead):
             taken.append(item)
     assert caught.value is failure
     assert taken == [0, 1, 2]
@@ -56,7 +56,7 @@ def test_closing_early_stops_the_thread() -> None:
             made.append(item)
             yield item
 
-    ahead = Prefetch(items(), 3)
+    ahead = PrefetchIterator(items(), 3)
     assert next(ahead) == 0
     assert is_running()
     ahead.close()
@@ -65,13 +65,16 @@ def test_closing_early_stops_the_thread() -> None:
 
 
 def test_a_held_iterator_does_not_keep_the_process_alive() -> None:
-    code = "from meseta.data.read.prefetch import Prefetch as P; import itertools; p = P(itertools.count(), 2); next(p)"
+    code = (
+        "from meseta.data.read.prefetch import PrefetchIterator as P; import itertools; p = P(itertools.count(), "
+        "2); next(p)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("num_taken", [0, 2])
 def test_dropping_it_stops_the_thread(num_taken: int) -> None:
-    ahead = Prefetch(itertools.count(), 2)
+    ahead = PrefetchIterator(itertools.count(), 2)
     assert is_running()  # before the first item is asked for
     assert [next(ahead) for _ in range(num_taken)] == list(range(num_taken))
     del ahead
@@ -80,7 +83,7 @@ def test_dropping_it_stops_the_thread(num_taken: int) -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_nothing_comes_after_the_end_and_after_closing(num_ahead: int) -> None:
-    ended, closed = Prefetch(iter("ab"), num_ahead), Prefetch(iter("ab"), num_ahead)
+    ended, closed = PrefetchIterator(iter("ab"), num_ahead), PrefetchIterator(iter("ab"), num_ahead)
     assert list(ended) == ["a", "b"]
     assert list(ended) == []
     closed.close()
@@ -92,7 +95,7 @@ def test_a_taken_item_is_not_held() -> None:
     class Item:
         pass
 
-    ahead = Prefetch((Item() for _ in range(10)), 2)
+    ahead = PrefetchIterator((Item() for _ in range(10)), 2)
     for _ in range(5):
         item = next(ahead)
         held = weakref.ref(item)

@@ -211,14 +211,14 @@ def test_resume_is_exact_to_the_row(
 
 def test_epoch_goes_on_where_the_last_loop_stopped(dataset: Dataset) -> None:
     reader = Reader(dataset, "train", ReaderOptions(batch_size=100))
-    assert (reader.num_batches, reader.num_batches_left, reader.epoch_index) == (6, 6, 0)
+    assert (reader.num_batches, reader.num_remaining_batches, reader.epoch_index) == (6, 6, 0)
     head = []
     for batch in reader.epoch():
         head += rows_of(batch)
         if len(head) == 200:
             break
     assert reader.get_state()["row"] == 200
-    assert reader.num_batches_left == 4
+    assert reader.num_remaining_batches == 4
     assert head + [row for batch in reader.epoch() for row in rows_of(batch)] == list(range(NUM_ROWS))
     assert (reader.epoch_index, reader.get_state()["row"]) == (1, 0)
     assert list(reader.epochs(1)) == []

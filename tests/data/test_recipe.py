@@ -20,10 +20,10 @@ from meseta.data.formats import text as text_format
 from meseta.data.formats.format import Block
 from meseta.data.prepare import prepare
 from meseta.data.read.recipe_rows import RecipeRows
-from meseta.data.read.selection import Selection
-from meseta.data.read.window_times import WindowTimes
-from meseta.data.recipe.cursors import Cursors
-from meseta.data.recipe.index import Stretch
+from meseta.data.read.selection import RowSelection
+from meseta.data.read.window_times import WindowTimer
+from meseta.data.recipe.cursors import CursorPool
+from meseta.data.recipe.index import RowRange
 from meseta.data.synth import SynthOptions, write_click_log
 from meseta.spec import MesetaError
 from small_run import REAL_ROWS
@@ -159,14 +159,14 @@ def test_sources_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: s
 
 def test_like_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New rows become what they become beside the prepared dataset."""
-    from meseta.data.prepare.like import LikeOptions, prepare_like
+    from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 
     make_small(monkeypatch)
     whole, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {"vocabulary": True, "min_count": 2}))
     write_tsv(tmp_path / "new.tsv", make_lines(50, seed=9))
     sources = [str(tmp_path / "new.tsv")]
     likes = [
-        prepare_like(LikeOptions(sources=sources, out=tmp_path / f"like-{one.dir.name}", like=one.dir))[0]
+        prepare_like(PrepareLikeOptions(sources=sources, out=tmp_path / f"like-{one.dir.name}", like=one.dir))[0]
         for one in (whole, recipe)
     ]
     assert likes[1].recipe is None
@@ -177,14 +177,14 @@ def test_what_making_rows_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Waiting for files, and making rows of them, held against a stopwatch; nothing is decoding."""
     make_small(monkeypatch)
     _, recipe = both(tmp_path, **asked(tmp_path, "tsv", "drawn", {}))
-    rows = RecipeRows(recipe, "train", Selection(recipe, condition=None, negative_keep=1.0, seed=0), shuffles=True)
-    read, times = Cursors.read, WindowTimes()
+    rows = RecipeRows(recipe, "train", RowSelection(recipe, condition=None, negative_keep=1.0, seed=0), shuffle=True)
+    read, times = CursorPool.read, WindowTimer()
 
-    def slow(self: Cursors, stretch: Stretch) -> Block:
+    def slow(self: CursorPool, stretch: RowRange) -> Block:
         time.sleep(0.05)
         return read(self, stretch)
 
-    monkeypatch.setattr(Cursors, "read", slow)
+    monkeypatch.setattr(CursorPool, "read", slow)
     begin_s = time.perf_counter()
     rows.read(range(len(rows.group_rows)), by_row=True, times=times)
     passed_s = time.perf_counter() - begin_s

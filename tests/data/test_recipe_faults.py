@@ -19,13 +19,13 @@ import pytest
 from data.click_log import make_lines, write_tsv
 from data.recipe_cases import asked, batches, both, make_small
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
-from meseta.data.dataset.check import check
-from meseta.data.dataset.dataset import FILE_NAME
+from meseta.data.dataset.check import check_dataset
+from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.dataset.describe import describe
 from meseta.data.prepare import prepare
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.recipe import cursors
-from meseta.data.recipe.recipe import RECIPE_NAME
+from meseta.data.recipe.recipe import RECIPE_FILE
 from meseta.spec import MesetaError
 from sampling import sample
 
@@ -89,7 +89,11 @@ def test_rows_that_are_others_although_nothing_tells(tmp_path: Path, small: None
 def test_what_wants_files(tmp_path: Path, small: None) -> None:
     recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, "tsv", "drawn", {})))
     way_out = "wants them in files; prepare it without --recipe-only"
-    for call in (lambda: check(recipe.dir), lambda: describe(recipe), lambda: KeyColumns(recipe, "test", ["cat_1"])):
+    for call in (
+        lambda: check_dataset(recipe.dir),
+        lambda: describe(recipe),
+        lambda: KeyColumns(recipe, "test", ["cat_1"]),
+    ):
         with pytest.raises(MesetaError, match=f"is a recipe, whose rows are made as they are read, and .* {way_out}"):
             call()
     assert KeyColumns(recipe, "test", []).take(5).num_rows == 0
@@ -104,7 +108,7 @@ def test_zipped_files_are_read_once_from_the_beginning(
     opened = 0
 
     def open_one(
-        self: cursors.Cursors, stretch: cursors.Stretch, take: Callable[..., object] = cursors.Cursors._take
+        self: cursors.CursorPool, stretch: cursors.RowRange, take: Callable[..., object] = cursors.CursorPool._acquire
     ) -> object:
         nonlocal opened
         before = {id(cursor) for _, cursor in self._idle}
@@ -112,9 +116,9 @@ def test_zipped_files_are_read_once_from_the_beginning(
         opened += id(cursor) not in before
         return cursor
 
-    monkeypatch.setattr(cursors.Cursors, "_take", open_one)
+    monkeypatch.setattr(cursors.CursorPool, "_acquire", open_one)
     assert batches(recipe, "train") == batches(whole, "train")
-    assert 1 <= opened <= 2 * cursors.MOST_OF_A_FILE, "two epochs"
+    assert 1 <= opened <= 2 * cursors.MAX_IDLE_CURSORS_PER_FILE, "two epochs"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("name", [RECIPE_NAME, "index/blocks.parquet", "index/groups.parquet"])
+@pytest.mark.parametrize("name", [RECIPE_FILE, "index/blocks.parquet", "index/groups.parquet"])
 def test_damaged_files(sound: Path, tmp_path: Path, name: str) -> None:
     expected = batches(Dataset.load(sound), "valid")
     shutil.copytree(sound, tmp_path / "out")
@@ -148,13 +152,13 @@ def test_damaged_files(sound: Path, tmp_path: Path, name: str) -> None:
 
 def sealed(folder: Path) -> None:
     """Let recipe.json and dataset.json speak of what the files are now."""
-    document = json.loads((folder / RECIPE_NAME).read_text())
+    document = json.loads((folder / RECIPE_FILE).read_text())
     for name in ("blocks", "groups"):
         document[name]["sha256"] = sha256((folder / document[name]["path"]).read_bytes()).hexdigest()
-    (folder / RECIPE_NAME).write_text(json.dumps(document))
-    dataset = json.loads((folder / FILE_NAME).read_text())
-    dataset["recipe"] = sha256((folder / RECIPE_NAME).read_bytes()).hexdigest()
-    (folder / FILE_NAME).write_text(json.dumps(dataset))
+    (folder / RECIPE_FILE).write_text(json.dumps(document))
+    dataset = json.loads((folder / DATASET_FILE).read_text())
+    dataset["recipe"] = sha256((folder / RECIPE_FILE).read_bytes()).hexdigest()
+    (folder / DATASET_FILE).write_text(json.dumps(dataset))
 
 
 @pytest.mark.parametrize("seed", sample(range(200), 12, seed=1))
@@ -192,7 +196,7 @@ def test_a_hostile_index_ends_in_one_line(sound: Path, tmp_path: Path, seed: int
 )
 def test_a_recipe_of_another_form(sound: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
     shutil.copytree(sound, tmp_path / "out")
-    path = tmp_path / "out" / RECIPE_NAME
+    path = tmp_path / "out" / RECIPE_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     sealed(tmp_path / "out")
     with pytest.raises(MesetaError, match=f"recipe .*{message}.*; make it anew"):

@@ -25,7 +25,7 @@ from meseta.data.formats import text as text_format
 from meseta.data.prepare import prepare, spool, staging, write
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import staged_folder
-from meseta.data.recipe import making
+from meseta.data.recipe import recipe_preparation
 from meseta.spec import MesetaError
 from small_run import environment
 
@@ -105,10 +105,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, windows and parts of few rows, and a commit after each."""
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
-    monkeypatch.setattr(write, "PART_WINDOWS", 1)
-    monkeypatch.setattr(making, "WINDOW_SAMPLES", 64)
-    monkeypatch.setattr(making, "ROW_GROUP_ROWS", 32)
-    monkeypatch.setattr(staging, "COMMIT_S", 0.0)
+    monkeypatch.setattr(write, "NUM_PART_WINDOWS", 1)
+    monkeypatch.setattr(recipe_preparation, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(recipe_preparation, "ROW_GROUP_ROWS", 32)
+    monkeypatch.setattr(staging, "COMMIT_INTERVAL_S", 0.0)
 
 
 def options_of(folder: Path, out: str = "out", **options: Any) -> PrepareOptions:
@@ -210,7 +210,7 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, is_kept: bool
 ) -> None:
     options = options_of(tmp_path)
-    whole = Spool._keep
+    whole = Spool._process_window
 
     def fail(self: Spool, window: pa.RecordBatch) -> None:
         if self.num_rows > 100:
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
         whole(self, window)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "_keep", fail)
+        patch.setattr(Spool, "_process_window", fail)
         with pytest.raises(MesetaError, match=f"{reason}$"):
             prepare(options)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.tmp"] * is_kept
@@ -257,7 +257,7 @@ def test_rows_short_of_a_window_are_kept_while_a_split_gets_no_more(tmp_path: Pa
     assert pa.Table.from_batches(second.windows(0, second.num_windows)).to_pydict() == batch.to_pydict()
 
 
-@pytest.mark.parametrize("name", [staging.JOURNAL, "prepare.json"])
+@pytest.mark.parametrize("name", [staging.JOURNAL_FILE, "prepare.json"])
 def test_a_failed_read_removes_no_work(tmp_path: Path, name: str) -> None:
     """Of the journal, or the record: neither looks like no work so far."""
     out, record = tmp_path / "out", {"options": {}, "sources": {}}
@@ -266,8 +266,8 @@ def test_a_failed_read_removes_no_work(tmp_path: Path, name: str) -> None:
         work.commit({"rows": 7})
         (work.folder / "prepare.json").write_text(json.dumps(record))
         if name == "prepare.json":
-            (work.folder / staging.JOURNAL).unlink()
-            (work.folder / staging.FILE_NAME).write_text("{}")
+            (work.folder / staging.JOURNAL_FILE).unlink()
+            (work.folder / staging.DATASET_FILE).write_text("{}")
         raise KeyboardInterrupt
     before = {path.name: path.read_bytes() for path in work.folder.iterdir() if path.is_file()}
 

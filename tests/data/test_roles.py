@@ -20,10 +20,10 @@ from xxhash import xxh64_intdigest
 from data.click_log import read_split
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.formats import text as text_format
-from meseta.data.formats.values import group_keys, seconds_of_texts
+from meseta.data.formats.values import group_keys, parse_times
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema.guess import guess_column
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.infer import infer_role
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 HEADER = ["click", "buy", "weight", "user_id", "price", "time"]
@@ -143,12 +143,12 @@ def test_roles_are_inferred_and_printed(tmp_path: Path) -> None:
             "qid",
             "timestamp",
         )
-        assert (layout.features, layout.ignored) == (["price"], ("conversion", "date"))
+        assert (layout.feature_names, layout.ignored) == (["price"], ("conversion", "date"))
         assert "if it is a feature, put it under dense" in layout.reasons["sample_weight"]
         assert "in ms" in layout.reasons["timestamp"]
         assert "list both under labels" in layout.reasons["conversion"]
         again = PrepareOptions(
-            sources=[str(tmp_path / name)], out=tmp_path / "out", schema=write_schema(tmp_path, schema_text(layout))
+            sources=[str(tmp_path / name)], out=tmp_path / "out", schema=write_schema(tmp_path, format_schema(layout))
         )
         assert read_layout(again) == layout
         run(tmp_path, name, force=True)
@@ -179,7 +179,7 @@ def test_roles_are_inferred_and_printed(tmp_path: Path) -> None:
     ],
 )
 def test_roles_are_guessed_with_care(name: str, values: list[str], role: str) -> None:
-    assert guess_column(name, values).role == role
+    assert infer_role(name, values).role == role
 
 
 @pytest.mark.parametrize("block_bytes", [8 << 20, 300])
@@ -210,20 +210,18 @@ ZONES = st.sampled_from([None, UTC, timezone(timedelta(hours=5, minutes=30)), ti
 @given(st.lists(st.datetimes(datetime(1700, 1, 1), datetime(2200, 1, 1), timezones=ZONES), min_size=1), st.booleans())
 def test_times_are_those_of_datetime(moments: list[datetime], with_t: bool) -> None:
     texts = ["", *(moment.isoformat("T" if with_t else " ") for moment in moments)]
-    found = seconds_of_texts(pa.array(texts).cast(pa.binary()))
+    found = parse_times(pa.array(texts).cast(pa.binary()))
     expected = [m.replace(tzinfo=m.tzinfo or UTC).timestamp() for m in moments]
     np.testing.assert_allclose(found, [np.nan, *expected], rtol=1e-12, atol=1e-5)
 
 
 def test_times_as_numbers_and_days() -> None:
-    found = seconds_of_texts(
-        pa.array(["1700000000", "1700000000000", "1700000000000000", "1700000000000000000", "-5", "0"])
-    )
+    found = parse_times(pa.array(["1700000000", "1700000000000", "1700000000000000", "1700000000000000000", "-5", "0"]))
     assert found.tolist() == [1.7e9] * 4 + [-5, 0]
-    assert seconds_of_texts(pa.array(["1970-01-02"])).tolist() == [86400]
+    assert parse_times(pa.array(["1970-01-02"])).tolist() == [86400]
     for bad in (["1", "2026-01-01"], ["2026-13-01"], ["inf"], ["soon"], ["\udcff".encode("utf-8", "surrogateescape")]):
         with pytest.raises(pa.ArrowInvalid):
-            seconds_of_texts(pa.array(bad))
+            parse_times(pa.array(bad))
 
 
 @given(

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.row_filter import MAX_ALTERNATIVES, RowFilter
-from meseta.errors import shown
+from meseta.data.read.row_filter import MAX_CONSTANTS, RowFilter
+from meseta.errors import format_value
 from meseta.spec import MesetaError
 
 NUM_ROWS = 400
@@ -178,7 +178,7 @@ def test_it_looks_at_the_columns_that_it_names(hashed: Dataset) -> None:
 def test_what_is_no_condition(hashed: Dataset, condition: str, message: str) -> None:
     with pytest.raises(MesetaError, match=message) as caught:
         RowFilter(condition, hashed)
-    assert str(caught.value).startswith(f"filter {shown(condition)}, character ")
+    assert str(caught.value).startswith(f"filter {format_value(condition)}, character ")
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def test_constants_have_a_limit(hashed: Dataset, word: str) -> None:
         head = "age > 3 and " if word == "both" else ""
         return f"{head}code in [{', '.join(map(str, range(num - bool(head))))}]"
 
-    assert RowFilter(condition(MAX_ALTERNATIVES), hashed).columns[-1] == "code"
+    assert RowFilter(condition(MAX_CONSTANTS), hashed).columns[-1] == "code"
     text, num_calls = condition(100_000), Counter[str]()
     for num in (5_000, 100_000):
         with (

@@ -98,7 +98,7 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
     shares = {"split_by": "time", "test_fraction": 0.3, "valid_fraction": 0.2}
     run(tmp_path, "whole", **shares)
     monkeypatch.setattr(text_format, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr("meseta.data.prepare.staging.COMMIT_S", 0.0)
+    monkeypatch.setattr("meseta.data.prepare.staging.COMMIT_INTERVAL_S", 0.0)
     stages: list[str] = []
 
     def interrupt(at: str, rows: int, share: float) -> None:

@@ -25,7 +25,7 @@ def test_both_ways_to_count_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(0).zipf(1.3, (50, 300)) % 9_973
     results = []
     for largest in (10**6, 100):
-        monkeypatch.setattr(statistics, "LARGEST_BITMAP", largest)
+        monkeypatch.setattr(statistics, "MAX_BITMAP_ROWS", largest)
         found = FeatureStatistics(9_973)
         for window in ids:
             found.add_window(window, 300)

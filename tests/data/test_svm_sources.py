@@ -16,7 +16,7 @@ from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.formats import svm_layout
 from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 
 
@@ -97,7 +97,7 @@ def test_features_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "b.ffm").write_text("0\n1 10:3:1 2:9:1\n")
     options = PrepareOptions(sources=[f"{tmp_path}/*.ffm"], out=tmp_path / "out")
     layout = read_layout(options)
-    assert schema_text(layout).split("\n")[:3] == [
+    assert format_schema(layout).split("\n")[:3] == [
         "label: label",
         "categorical:",
         "  - field_0                     # ids; all values are 1",
@@ -162,7 +162,7 @@ def test_bad_rows_are_named(
 
 
 def test_too_many_fields_and_mixed_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(svm_layout, "MAX_FIELDS", 2)
+    monkeypatch.setattr(svm_layout, "MAX_LIBFFM_FIELDS", 2)
     (tmp_path / "log.txt").write_text("1 0:1:1 1:1:1\n0 2:1:1\n")
     with pytest.raises(MesetaError, match="more than 2 fields up to line 2; are fields and indices exchanged"):
         run(tmp_path)

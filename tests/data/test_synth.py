@@ -21,9 +21,9 @@ from meseta.data.synth import (
     CARDINALITIES,
     CHUNK_ROWS,
     MAX_COUNT,
+    MISSING_COUNT,
     MISSING_DENSE,
     MISSING_SPARSE,
-    NO_COUNT,
     ZIPF_EXPONENTS,
     ZIPF_SHIFT,
     ClickLog,
@@ -94,7 +94,7 @@ def test_zipf_is_close_to_the_plain_power_law() -> None:
 
 
 def test_missing_shares(rows: LogRows) -> None:
-    shares = [*(rows.dense == NO_COUNT).mean(axis=1), *(rows.ids == -1).mean(axis=1)]
+    shares = [*(rows.dense == MISSING_COUNT).mean(axis=1), *(rows.ids == -1).mean(axis=1)]
     for share, wanted in zip(shares, [*MISSING_DENSE, *MISSING_SPARSE], strict=True):
         noise = 5 * math.sqrt(wanted * (1 - wanted) / len(rows))
         assert abs(share - wanted) <= noise + 0.5 / 2048
@@ -138,7 +138,7 @@ def test_seeds_differ() -> None:
 def test_effects_of_pairs_are_invisible_one_feature_at_a_time(rows: LogRows) -> None:
     teacher = LOG.teacher
     pair_part = teacher._parts(rows.dense, rows.ids)[2]
-    for f in LOG.law.planted_features:
+    for f in LOG.synth_world.planted_features:
         ids = rows.ids[f]
         counts = np.bincount(ids + 1)
         means = np.bincount(ids + 1, pair_part) / np.maximum(counts, 1)
@@ -208,8 +208,8 @@ def test_text_reads_back(rows: LogRows) -> None:
     )
     np.testing.assert_array_equal(table["label"], part.label)
     for j in range(13):
-        np.testing.assert_array_equal(table[f"i{j}"].fill_null(NO_COUNT), part.dense[j])
-    assert part.dense[1].min() in (-1, NO_COUNT)
+        np.testing.assert_array_equal(table[f"i{j}"].fill_null(MISSING_COUNT), part.dense[j])
+    assert part.dense[1].min() in (-1, MISSING_COUNT)
     assert (part.dense[1] == -1).any()
     for f in range(26):
         codes = category_codes(f, part.ids[f])
@@ -218,7 +218,7 @@ def test_text_reads_back(rows: LogRows) -> None:
 
 
 def test_extreme_counts_are_written() -> None:
-    dense = np.full((13, 2), NO_COUNT, np.int32)
+    dense = np.full((13, 2), MISSING_COUNT, np.int32)
     dense[0], dense[1] = [0, MAX_COUNT], [-1, 9999]
     rows = LogRows(np.array([0, 1], np.int8), dense, np.full((26, 2), -1), np.zeros(2, np.int32))
     assert encode_tsv(rows) == b"0\t0\t-1" + b"\t" * 37 + b"\n1\t65535\t9999" + b"\t" * 37 + b"\n"

@@ -19,10 +19,10 @@ from data.click_log import make_lines
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.formats import encodings as encodings_module
 from meseta.data.formats import text as text_format
-from meseta.data.formats.encodings import as_utf8, check_encoding
+from meseta.data.formats.encodings import check_encoding, transcode_to_utf8
 from meseta.data.prepare import prepare, read_layout
-from meseta.data.prepare.like import LikeOptions, prepare_like
-from meseta.data.schema.schema import schema_text
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
+from meseta.data.schema.schema import format_schema
 from meseta.spec import MesetaError
 from sampling import product, sample
 from small_run import settings, train
@@ -103,7 +103,7 @@ def test_streams_are_decoded_as_whole_texts_are(codec: str, text: str, size: int
         return
     chunk, encodings_module._CHUNK_BYTES = encodings_module._CHUNK_BYTES, size
     try:
-        stream = as_utf8(io.BytesIO(data), codec)
+        stream = transcode_to_utf8(io.BytesIO(data), codec)
         assert stream.read() == expected
         stream.seek(0)
         assert b"".join(iter(lambda: stream.read(size), b"")) == expected
@@ -208,7 +208,7 @@ def test_the_encoding_is_stored_and_used_for_new_rows(tmp_path: Path) -> None:
     expected = None
     for name, options in (("log.csv", {}), ("utf8.csv", {"encoding": "utf-8"})):
         out = tmp_path / f"like-{name}"
-        prepare_like(LikeOptions(sources=[f"{tmp_path}/{name}"], out=out, like=earlier.dir, **options))
+        prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/{name}"], out=out, like=earlier.dir, **options))
         expected = expected or parts(out)
         assert parts(out) == expected != {}
 
@@ -224,7 +224,7 @@ def test_a_schema_names_the_encoding(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(text.encode("cp1252"))
     options = PrepareOptions(sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out", encoding="windows-1252")
     schema = tmp_path / "schema.yaml"
-    schema.write_text(schema_text(read_layout(options)))
+    schema.write_text(format_schema(read_layout(options)))
     assert "encoding: cp1252\n" in schema.read_text()
     run(tmp_path, "log.csv", text.encode("cp1252"), schema=schema)
     run(tmp_path, "plain.csv", text.encode())
@@ -241,9 +241,9 @@ def test_former_datasets_keep_raw_bytes(tmp_path: Path) -> None:
     assert document["source_form"].pop("encoding") == "utf-8"
     (tmp_path / "bad.csv").write_bytes(BAD)
     with pytest.raises(MesetaError, match="is not UTF-8"):
-        prepare_like(LikeOptions(sources=[f"{tmp_path}/bad.csv"], out=tmp_path / "new", like=earlier.dir))
+        prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/bad.csv"], out=tmp_path / "new", like=earlier.dir))
     path.write_text(json.dumps(document))
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/bad.csv"], out=tmp_path / "new", like=earlier.dir))
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/bad.csv"], out=tmp_path / "new", like=earlier.dir))
     assert parts(tmp_path / "new") != {}
 
 

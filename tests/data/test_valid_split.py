@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from data.click_log import make_lines, read_split, write_tsv
 from data.timed_log import NUM_ROWS, make_rows, rows_in, run, write
 from meseta.data import Dataset
-from meseta.data.dataset.check import check
+from meseta.data.dataset.check import check_dataset
 from meseta.data.dataset.describe import describe
-from meseta.data.dataset.encoding import other_rows
-from meseta.data.prepare import PrepareOptions, for_training, load_prepared, prepare
+from meseta.data.dataset.encoding import row_difference
+from meseta.data.prepare import PrepareOptions, load_prepared, prepare, with_training_defaults
 from meseta.report.data_page import data_page
 from meseta.spec import MesetaError
 
@@ -292,7 +292,7 @@ def test_a_share_of_0_is_no_valid_split(tmp_path: Path) -> None:
 def test_check_describe_and_the_comparison_of_rows_know_it(tmp_path: Path) -> None:
     write(tmp_path, make_rows())
     dataset = run(tmp_path, valid_fraction=0.2)
-    assert check(dataset.dir).faults == () and check(dataset.dir).num_rows == NUM_ROWS
+    assert check_dataset(dataset.dir).faults == () and check_dataset(dataset.dir).num_rows == NUM_ROWS
     figures = describe(dataset)
     assert {name: split.num_rows for name, split in figures.splits.items()} == {
         name: split.num_rows for name, split in dataset.splits.items()
@@ -300,14 +300,14 @@ def test_check_describe_and_the_comparison_of_rows_know_it(tmp_path: Path) -> No
     assert figures.splits["valid"].labels == {"label": dataset.splits["valid"].num_positives}
     assert "<td>valid</td>" in data_page("x", dataset, figures)
     other = run(tmp_path, "other", valid_fraction=0.2)
-    assert other_rows(dataset, other) is None
+    assert row_difference(dataset, other) is None
     more = dataset.splits["valid"].model_copy(update={"num_positives": 1.5})
     changed = other.model_copy(update={"splits": {**other.splits, "valid": more}})
-    assert "splits" in (other_rows(dataset, changed) or "")
+    assert "splits" in (row_difference(dataset, changed) or "")
     part = dataset.dir / "valid/part-00000.parquet"
     table = pq.read_table(part)
     pq.write_table(table.set_column(0, "label", [[1.0] * (table.num_rows - 1) + [7.0]]).cast(table.schema), part)
-    assert [fault.object.split(",")[0] for fault in check(dataset.dir).faults] == ["valid/part-00000.parquet"]
+    assert [fault.object.split(",")[0] for fault in check_dataset(dataset.dir).faults] == ["valid/part-00000.parquet"]
 
 
 def test_the_teacher_is_that_of_the_test_split(tmp_path: Path) -> None:
@@ -341,14 +341,16 @@ def test_a_folder_of_before_counts_as_prepared_with_the_same_options(tmp_path: P
         (tmp_path / "out" / name).write_text(json.dumps(document))
     loaded = load_prepared(options)
     assert loaded is not None and loaded.valid_fraction is None
-    assert load_prepared(for_training(options)) == loaded
+    assert load_prepared(with_training_defaults(options)) == loaded
     asked = PrepareOptions(sources=options.sources, out=options.out, valid_fraction=0.2)
-    assert for_training(asked) == asked  # and goes on to hash
+    assert with_training_defaults(asked) == asked  # and goes on to hash
     with pytest.raises(MesetaError, match=r"the option valid_fraction was null and is 0\.2 now"):
         load_prepared(asked)
     elsewhere = PrepareOptions(sources=options.sources, out=tmp_path / "elsewhere")
-    assert prepare(for_training(elsewhere)).valid_fraction == 0.1
-    assert load_prepared(for_training(elsewhere)) is not None
-    assert for_training(elsewhere).vocabulary and for_training(elsewhere).min_count == 2
+    assert prepare(with_training_defaults(elsewhere)).valid_fraction == 0.1
+    assert load_prepared(with_training_defaults(elsewhere)) is not None
+    assert with_training_defaults(elsewhere).vocabulary and with_training_defaults(elsewhere).min_count == 2
     rare = PrepareOptions(sources=options.sources, out=tmp_path / "rare", vocabulary=True, min_count=7)
-    assert load_prepared(for_training(rare)) is None and prepare(rare) == load_prepared(for_training(rare))
+    assert load_prepared(with_training_defaults(rare)) is None and prepare(rare) == load_prepared(
+        with_training_defaults(rare)
+    )

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from data.click_log import make_lines, write_tsv
 from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
-from meseta.data.dataset.encoding import Encoding, difference
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
 from meseta.data.formats.values import group_keys
 from meseta.data.prepare import prepare, read_layout
-from meseta.data.prepare.like import LikeOptions, prepare_like
 from meseta.data.prepare.new_rows import NewRows
+from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 from meseta.data.schema.number_spelling import holds_whole_numbers
-from meseta.data.schema.schema import schema_text
+from meseta.data.schema.schema import format_schema
 from meseta.data.whole_numbers import reference, respell_whole_numbers
 from meseta.spec import MesetaError
 from sampling import fewer_examples
@@ -211,7 +211,12 @@ def test_one_table_in_any_form_gives_the_same_rows(tmp_path: Path, form: str, vo
     expected = prepared(tmp_path, "csv", rows(), SCHEMA, **options)
     found = prepared(tmp_path, form, rows(), SCHEMA, **options)
     assert training_rows(found) == training_rows(expected)
-    assert difference(Encoding.of(Dataset.load(expected)), Encoding.of(Dataset.load(found))) is None
+    assert (
+        encoding_difference(
+            DatasetEncoding.from_dataset(Dataset.load(expected)), DatasetEncoding.from_dataset(Dataset.load(found))
+        )
+        is None
+    )
     keys = [row["user"] for row in rows() if row["user"] is not None]
     assert {*keys} <= {*training_rows(found)["user.group"]}
 
@@ -225,8 +230,8 @@ def test_the_sample_decides(tmp_path: Path, form: str) -> None:
     assert form_kept is not None and [*form_kept.whole_numbers] == ["user", "shop", *lists]
     [source] = [path for path in tmp_path.iterdir() if path.stem == form.replace(" ", "_") and path.is_file()]
     layout = read_layout(PrepareOptions(sources=[str(source)], out=tmp_path / "no", **options))
-    assert "whole_numbers:\n  - user\n  - shop\n" in schema_text(layout)
-    (tmp_path / "printed.yaml").write_text(schema_text(layout))
+    assert "whole_numbers:\n  - user\n  - shop\n" in format_schema(layout)
+    (tmp_path / "printed.yaml").write_text(format_schema(layout))
     again = prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "again", test_fraction=0, hash_rows=1000,
                                    schema=tmp_path / "printed.yaml"))  # fmt: skip
     assert again.source_form == form_kept and training_rows(tmp_path / "again") == training_rows(folder)
@@ -248,7 +253,7 @@ def test_new_rows_take_the_stored_decision(tmp_path_factory: pytest.TempPathFact
         return spellings[number]
 
     (folder / "new.csv").write_bytes(csv_of(rows(), spell))
-    prepare_like(LikeOptions(sources=[f"{folder}/new.csv"], out=folder / "new", like=folder / "csv.out"))
+    prepare_like(PrepareLikeOptions(sources=[f"{folder}/new.csv"], out=folder / "new", like=folder / "csv.out"))
     assert pq.read_table(folder / "new/test").to_pydict() == training_rows(folder / "csv.out")
 
 
@@ -266,7 +271,7 @@ def test_former_schemas_and_datasets_keep_the_former_rule(tmp_path: Path) -> Non
     same = [one == other for one, other in zip(ids(folder), usual_ids, strict=True)]
     assert same == missing  # each double is a value of its own
     (tmp_path / "again.csv").write_bytes(csv_of(rows(), usual))
-    prepare_like(LikeOptions(sources=[f"{tmp_path}/again.csv"], out=tmp_path / "again", like=folder))
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/again.csv"], out=tmp_path / "again", like=folder))
     assert pq.read_table(tmp_path / "again/test")["user"].to_pylist() == usual_ids
 
 
@@ -276,7 +281,7 @@ def test_criteo_logs_and_hexadecimal_ids_keep_each_spelling(tmp_path: Path) -> N
     ]
     path = write_tsv(tmp_path / "log.tsv", ["\t".join(line) for line in lines])
     layout = read_layout(PrepareOptions(sources=[str(path)], out=tmp_path / "no"))
-    assert layout.whole_numbers == () and "whole_numbers" not in schema_text(layout)
+    assert layout.whole_numbers == () and "whole_numbers" not in format_schema(layout)
     assert not holds_whole_numbers(["123e4567", "12ab34cd"])
 
 
@@ -308,9 +313,11 @@ def test_constants_of_filters_have_the_same_spelling(tmp_path: Path, condition: 
 def test_other_decisions_are_another_encoding(tmp_path: Path) -> None:
     former = {key: value for key, value in SCHEMA.items() if key != "whole_numbers"}
     one, other = (Dataset.load(prepared(tmp_path, "csv", rows(), schema)) for schema in (SCHEMA, former))
-    found = difference(Encoding.of(one), Encoding.of(other))
+    found = encoding_difference(DatasetEncoding.from_dataset(one), DatasetEncoding.from_dataset(other))
     assert found is not None and "column 'shop', in which 12 and 12.0 were one value and are two values now" in found
-    assert Encoding.from_dict(Encoding.of(one).to_dict(), "run") == Encoding.of(one)
+    assert DatasetEncoding.from_dict(
+        DatasetEncoding.from_dataset(one).to_dict(), "run"
+    ) == DatasetEncoding.from_dataset(one)
 
 
 def test_group_keys_are_the_numbers_themselves() -> None:
@@ -326,9 +333,12 @@ def test_lists_of_whole_doubles_are_ids_and_others_are_left_out(tmp_path: Path, 
             pa.table({"click": [0, 1] * 30, "seen": lists, "shop": [1, 2, 3] * 20}), tmp_path / f"{name}.parquet"
         )
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/whole.parquet"], out=tmp_path / "no"))
-    assert [column.name for column in layout.values] == ["seen", "shop"] and layout.whole_numbers == ("seen", "shop")
+    assert [column.name for column in layout.encoded_features] == ["seen", "shop"] and layout.whole_numbers == (
+        "seen",
+        "shop",
+    )
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/fraction.parquet"], out=tmp_path / "no"))
-    assert [column.name for column in layout.values] == ["shop"]
+    assert [column.name for column in layout.encoded_features] == ["shop"]
     with pytest.raises(MesetaError, match=r"row 1, column 'seen': 0.50? in a list is not a whole number; fix the row"):
         prepare(PrepareOptions(sources=[f"{tmp_path}/fraction.parquet"], out=tmp_path / "no", sparse=["seen"]))
 

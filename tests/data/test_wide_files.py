@@ -12,14 +12,14 @@ import yaml
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.features import (
-    DENSE_BYTES,
-    DENSE_VALUES,
-    MAX_CATEGORICAL,
-    SPARSE_BYTES,
-    SPARSE_VALUES,
+    MAX_CATEGORICAL_FEATURES,
+    MAX_DENSE_BYTES,
+    MAX_DENSE_VALUES,
+    MAX_SPARSE_BYTES,
+    MAX_SPARSE_VALUES,
 )
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.machine.files import count_values
+from meseta.machine.files import count_json_values
 from meseta.spec import MesetaError
 
 
@@ -42,16 +42,16 @@ def test_too_many_columns(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_as_many_columns_as_are_stated(tmp_path: Path) -> None:
-    write_wide(tmp_path / "wide.csv", MAX_CATEGORICAL)
+    write_wide(tmp_path / "wide.csv", MAX_CATEGORICAL_FEATURES)
     prepare(PrepareOptions(sources=[str(tmp_path / "wide.csv")], out=tmp_path / "out", test_fraction=0.0))
-    assert len(Dataset.load(tmp_path / "out").sparse) == MAX_CATEGORICAL
+    assert len(Dataset.load(tmp_path / "out").sparse) == MAX_CATEGORICAL_FEATURES
 
 
 def test_features_take_no_more_than_is_counted(tiny: Path) -> None:
     document = json.loads((tiny / "dataset.json").read_text())
     for kind, most_values, most_bytes in (
-        ("dense", DENSE_VALUES, DENSE_BYTES),
-        ("sparse", SPARSE_VALUES, SPARSE_BYTES),
+        ("dense", MAX_DENSE_VALUES, MAX_DENSE_BYTES),
+        ("sparse", MAX_SPARSE_VALUES, MAX_SPARSE_BYTES),
     ):
         for feature in document[kind]:
             if kind == "sparse":  # the longest that statistics can be
@@ -60,7 +60,7 @@ def test_features_take_no_more_than_is_counted(tiny: Path) -> None:
                 feature.update(vocabulary="vocabulary/x.parquet", vocabulary_digest="f" * 64)
             text = json.dumps({**feature, "name": ""}).encode()
             in_source_form, in_not_finite = (2, 0) if kind == "sparse" else (0, 1)
-            assert count_values(text) + 1 + in_source_form + in_not_finite <= most_values
+            assert count_json_values(text) + 1 + in_source_form + in_not_finite <= most_values
             assert len(text) + 100 <= most_bytes
 
 

@@ -30,7 +30,7 @@ from meseta.data.synth import (
 from meseta.data.synth.columns import id_probabilities
 from meseta.data.synth.teacher import PLANTED_STD
 from meseta.data.synth.worlds import planted_sum
-from meseta.data.synth.worlds.orders import BLOCKS, CAUSED_SHARE
+from meseta.data.synth.worlds.orders import BLOCKS, SHARED_CAUSE_SHARE
 from meseta.spec import MesetaError
 
 NUM_CHUNKS = 4
@@ -45,7 +45,7 @@ def join(log: ClickLog) -> LogRows:
 def latents(log: ClickLog, rows: LogRows) -> dict[int, NDArray[np.float32]]:
     """[latent_dim, n] by feature, as the teacher sees them."""
     teacher, found = log.teacher, {}
-    for f in log.law.planted_features:
+    for f in log.synth_world.planted_features:
         effects = (teacher._effects(f, rows.ids[f]) - teacher._offsets[f][:, None]) * teacher._scales[f][:, None]
         found[f] = effects[1:]
     return found
@@ -111,10 +111,10 @@ def test_popularity_of_coupled_ids_follows_the_zipf_law(orders: tuple[ClickLog, 
 def test_causes_couple_the_columns_of_a_block_and_no_others() -> None:
     stream = np.random.Philox(5)
     uniforms = np.random.Generator(np.random.Philox(6)).random((NUM_SPARSE, 100_000))
-    coupled = WORLDS["orders"].couple(uniforms, stream)
+    coupled = WORLDS["orders"].correlate(uniforms, stream)
     wanted = np.zeros((NUM_SPARSE, NUM_SPARSE))
     for block in BLOCKS:
-        wanted[np.ix_(block, block)] = CAUSED_SHARE**2
+        wanted[np.ix_(block, block)] = SHARED_CAUSE_SHARE**2
     np.fill_diagonal(wanted, 1.0)
     np.testing.assert_allclose(np.corrcoef(coupled), wanted, atol=5 / math.sqrt(100_000))
     assert all(stats.chisquare(np.histogram(column, 100, (0, 1))[0]).pvalue > 1e-5 for column in coupled)
@@ -127,7 +127,7 @@ def test_ids_correlate_inside_a_block_and_not_across(orders: tuple[ClickLog, Log
         both = (rows.ids[f] >= 0) & (rows.ids[g] >= 0)
         correlation = stats.spearmanr(rows.ids[f][both], rows.ids[g][both]).statistic
         if block_of[f] == block_of[g]:
-            assert 0.3 < correlation < CAUSED_SHARE**2 + 0.04, (f, g)
+            assert 0.3 < correlation < SHARED_CAUSE_SHARE**2 + 0.04, (f, g)
         else:
             assert abs(correlation) < 5 / math.sqrt(both.sum()), (f, g)
 
@@ -135,7 +135,7 @@ def test_ids_correlate_inside_a_block_and_not_across(orders: tuple[ClickLog, Log
 @pytest.mark.parametrize("scale", [0.001, 0.01, 1.0])
 def test_latents_of_orders_are_centred_by_enumeration(scale: float) -> None:
     log = ClickLog(7, scale, "orders")
-    for f in log.law.planted_features:
+    for f in log.synth_world.planted_features:
         every_id, probabilities = id_probabilities(f, log.cardinalities[f])
         assert math.isclose(probabilities.sum(), 1.0)
         teacher = log.teacher
@@ -162,11 +162,11 @@ def test_no_lower_order_sees_what_orders_plants(orders: tuple[ClickLog, LogRows]
     """By id and by cell of ids, whatever the shape of an effect: out of sample, so that noise foretells nothing."""
     log, rows = orders
     found, ids = latents(log, rows), rows.ids
-    whole = planted_sum(log.law.planted, found)
+    whole = planted_sum(log.synth_world.planted, found)
     scores = [foretold(whole, [ids[f] for f in columns]) for k in (1, 2) for columns in combinations(range(26), k)]
     assert max(np.abs(scores)) < 4.5  # of 351
-    triples = [product for product in log.law.planted if len(product.features) == 3]
-    quadruples = [product for product in log.law.planted if len(product.features) == 4]
+    triples = [product for product in log.synth_world.planted if len(product.features) == 3]
+    quadruples = [product for product in log.synth_world.planted if len(product.features) == 4]
     assert all(foretold(whole, [ids[f] for f in product.features]) > 10 for product in triples)
     fourth = planted_sum(quadruples, found)
     scores = [
@@ -186,18 +186,18 @@ def test_no_product_of_fewer_latents_correlates(orders: tuple[ClickLog, LogRows]
         products = part * np.prod([found[f][0] for f in features], axis=0)
         return float(products.mean() / (products.std() / math.sqrt(len(products))))
 
-    whole = planted_sum(log.law.planted, found)
+    whole = planted_sum(log.synth_world.planted, found)
     fewer = [score(whole, features) for k in (1, 2) for features in combinations(found, k)]
     assert max(np.abs(fewer)) < 4.5  # of 55
-    for product in log.law.planted:
+    for product in log.synth_world.planted:
         assert product.sign * score(whole, product.features) > 20
 
 
 def test_a_pair_of_ids_foretells_what_pairs_plants() -> None:
     log = ClickLog(3, 0.001)
     rows = join(log)
-    part = planted_sum(log.law.planted, latents(log, rows))
-    assert all(foretold(part, [rows.ids[f] for f in product.features]) > 10 for product in log.law.planted)
+    part = planted_sum(log.synth_world.planted, latents(log, rows))
+    assert all(foretold(part, [rows.ids[f] for f in product.features]) > 10 for product in log.synth_world.planted)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -205,9 +205,9 @@ def test_a_pair_of_ids_foretells_what_pairs_plants() -> None:
 def test_planted_part_of_orders_is_as_large_as_stated(seed: int, scale: float) -> None:
     log = ClickLog(seed, scale, "orders")
     rows = join(log)
-    part = planted_sum(log.law.planted, latents(log, rows))
+    part = planted_sum(log.synth_world.planted, latents(log, rows))
     # Products of different features do not correlate, and each has a variance of 1 under the law.
-    assert part.std() == pytest.approx(math.sqrt(len(log.law.planted)), rel=0.04)
+    assert part.std() == pytest.approx(math.sqrt(len(log.synth_world.planted)), rel=0.04)
     assert log.teacher._gains[-1] * part.std() == pytest.approx(PLANTED_STD, rel=0.04)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import forking
-from meseta.machine.rendezvous import VARIABLE, Rendezvous
+from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 
 class RankPool:
@@ -26,7 +26,7 @@ class RankPool:
         for rank in range(size):
             here, there = context.Pipe()
             with Rendezvous(size) as meeting:
-                variables = {**meeting.variables(rank), VARIABLE: store, "OMP_NUM_THREADS": "1"}
+                variables = {**meeting.environment(rank), RENDEZVOUS_VARIABLE: store, "OMP_NUM_THREADS": "1"}
             process = context.Process(target=_serve, args=(there, variables), daemon=True)
             process.start()
             self._pipes.append(here)
@@ -60,9 +60,9 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     import torch
 
     from meseta.comm import World
-    from meseta.comm.listed import Unlisted
+    from meseta.comm.known_collectives import UnknownCollectives
 
-    Unlisted.is_error = True
+    UnknownCollectives.is_fatal = True
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     World.current()

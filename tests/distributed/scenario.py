@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import DenseGradients, World
-from meseta.comm.coding import DENSE_EXPONENT
+from meseta.comm.sum_codec import DENSE_FP16_EXPONENT
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
@@ -163,18 +163,18 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     collection: Any = EmbeddingBagCollection(scenario.tables(), scenario.features(), seed=scenario.seed)
     if world.size > 1:
         plan = scenario.plan(world.size)
-        world = world.under(plan)
+        world = world.with_plan(plan)
         storage = StorageOptions(dir=None if scenario.folder is None else Path(scenario.folder))
         collection = ShardedEmbeddingBagCollection(collection, plan, world, scenario.comm, storage)
     else:
-        collection.round_as(scenario.comm)
+        collection.emulate_rounding(scenario.comm)
     generator = torch.Generator().manual_seed(scenario.seed)
     width = DIM * len(scenario.features())
     layer = torch.nn.Linear(width, 1).to(dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64) / 10)
         layer.bias.zero_()
-    coding = collection.make_coding("dense", "dense", DENSE_EXPONENT) if world.size > 1 else None
+    coding = collection.make_sum_codec("dense", "dense", DENSE_FP16_EXPONENT) if world.size > 1 else None
     reducer = DenseGradients(list(layer.parameters()), world, collection, coding)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     losses, outputs = [], []
@@ -198,7 +198,7 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
         "losses": losses,
         "outputs": outputs,
         "shards": held(collection),
-        "changed": [(piece.shard, piece.changed_rows(Consumer.CHECKPOINTS)) for piece in collection.shards],
+        "changed": [(piece.shard, piece.take_changed_rows(Consumer.CHECKPOINTS)) for piece in collection.shards],
         "dense": [p.detach() for p in layer.parameters()],
     }
 
@@ -233,5 +233,5 @@ class Passes:
     """Backward passes of which none waits for another."""
 
     local_share: float
-    is_part: bool = False
-    kept_dense: list[Tensor] = field(default_factory=list)
+    accumulates_gradients: bool = False
+    accumulated_dense: list[Tensor] = field(default_factory=list)

@@ -168,7 +168,7 @@ def parts_of_a_batch(scenario: Scenario, num_parts: int) -> list[Any]:
             weights=torch.ones(values.numel()),
             batch_sizes=tuple(sizes),
         )
-        with collection.accumulating() if part + 1 < num_parts else nullcontext():
+        with collection.accumulate_gradients() if part + 1 < num_parts else nullcontext():
             out = collection(batch)
             torch.cat([out[name].flatten() for name in READS]).sum().backward()
     return [(s.shard, s.weight) for s in collection.shards]
@@ -190,7 +190,7 @@ def test_what_has_no_size() -> None:
         EmbeddingBagCollection([table], [spec])
     collection = EmbeddingBagCollection([table], [spec, replace(spec, name="b", batch="")])
     out = collection(KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2, 3], []]}))
-    assert out.pooled.values.shape == (3, 16) and out.others["users"].values.shape == (1, 16)
+    assert out.pooled.values.shape == (3, 16) and out.pooled_by_batch["users"].values.shape == (1, 16)
     with pytest.raises(MesetaError, match="no feature 'c'"):
         out["c"]
     plan = Plan.from_dict({"tables": {"t": "table_wise"}}, [table], 1)

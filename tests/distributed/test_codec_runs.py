@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meseta.comm import World
-from meseta.train.trained import load_trained
-from meseta.train.verify.rules import Rule
+from meseta.train.trained_model import load_trained
+from meseta.train.verify.rules import ToleranceRule
 from small_run import final_checksum, settings, table_checksums, train
 
 from .pool import RankPool
@@ -60,7 +60,7 @@ def test_rounding_shows_in_training_and_in_no_evaluation(ranks: Ranks, tiny: Pat
         ranks(2).run(train, settings(tiny, tmp_path / codec, **changes, comm__precision=codec))
     assert final_checksum(tmp_path / "fp32") != final_checksum(tmp_path / "int8")
     trained = load_trained(tmp_path / "int8", "test", World.single())
-    assert trained.model.embeddings.clamped is None
+    assert trained.model.embeddings.num_clamped is None
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_verify_rounds_where_ranks_do(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int
 ) -> None:
     found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", size=size)
-    assert found.first is None
+    assert found.first_mismatch is None
     item = found.tables["embedding"]["item"]
-    assert item.rule == Rule("bits") and item.rows == item.states == 0.0
+    assert item.rule == ToleranceRule("bits") and item.max_row_difference == item.max_state_difference == 0.0
 
 
 def test_verify_sees_another_rounding(
@@ -87,10 +87,10 @@ def test_verify_sees_another_rounding(
     """One process that does not round is told from ranks that do."""
     from meseta.embedding import EmbeddingBagCollection
 
-    monkeypatch.setattr(EmbeddingBagCollection, "round_as", lambda self, *_: None)
+    monkeypatch.setattr(EmbeddingBagCollection, "emulate_rounding", lambda self, *_: None)
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS, comm__precision="int8")
-    first = verify(ranks, document, tmp_path / "records").first
-    assert first is not None and first.phase == "embedding" and first.rule == Rule("bits")
+    first = verify(ranks, document, tmp_path / "records").first_mismatch
+    assert first is not None and first.phase == "embedding" and first.rule == ToleranceRule("bits")
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_verify_sees_another_rounding(
     ],
 )
 def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    from meseta.config import check_document
+    from meseta.config import validate_document
     from meseta.spec import MesetaError
     from small_run import write_config
 
     document = settings(tiny, tmp_path / "run", **changes)
     with pytest.raises(MesetaError, match=said):
-        check_document(document, write_config(tmp_path / "run.yaml", document))
+        validate_document(document, write_config(tmp_path / "run.yaml", document))

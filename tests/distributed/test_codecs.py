@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.comm.coding import DENSE_EXPONENT, SumCoding
+from meseta.comm.sum_codec import DENSE_FP16_EXPONENT, SumCodec
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
@@ -134,8 +134,8 @@ def coded_sum(per_host: int, codec: str, path: str) -> bytes:
     """A sum of SIZE numbers and 7 that travel as they are."""
     from dataclasses import replace
 
-    world = replace(World.current().on_hosts(per_host), sum_path=path)
-    coding = SumCoding(CODECS[codec], SIZE, (1, 2, "dense"), HalfRange(DENSE_EXPONENT))  # type: ignore[index]
+    world = replace(World.current().with_ranks_per_host(per_host), sum_algorithm=path)
+    coding = SumCodec(CODECS[codec], SIZE, (1, 2, "dense"), HalfRange(DENSE_FP16_EXPONENT))  # type: ignore[index]
     return world.all_reduce(part(world.rank, SIZE + 7), "dense", coding).numpy().tobytes()
 
 
@@ -147,11 +147,11 @@ def test_sums_are_rounded_by_host_and_once_more(ranks: Ranks, size: int, per_hos
         total = part(first, SIZE + 7)
         for rank in range(first + 1, first + per_host):
             total = total + part(rank, SIZE + 7)
-        hosts.append(cast(total, codec, DENSE_EXPONENT))
+        hosts.append(cast(total, codec, DENSE_FP16_EXPONENT))
     total = hosts[0]
     for host in hosts[1:]:
         total = total + host
-    expected = cast(total, codec, DENSE_EXPONENT)
+    expected = cast(total, codec, DENSE_FP16_EXPONENT)
     expected[SIZE:] = by_hand(size, per_host, SIZE + 7)[SIZE:]
     for path in ("flat", "twins"):
         assert set(ranks(size).run(coded_sum, per_host, codec, path)) == {expected.numpy().tobytes()}

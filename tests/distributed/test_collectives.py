@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from meseta.comm import Scope, World
-from meseta.comm.world import TRANSPORT_THREADS
+from meseta.comm import ExchangeScope, World
+from meseta.comm.world import TRANSPORT_THREAD_NAMES
 from meseta.spec import MesetaError
 
 from .pool import RankPool
@@ -43,17 +43,17 @@ def test_all_to_all(ranks: Ranks, sizes: list[list[int]]) -> None:
 
 def policies() -> tuple[int, dict[str, set[int]]]:
     """How the system schedules this thread, and each kind of thread that carries messages, of both groups."""
-    World.current().apart()
+    World.current().new_background_world()
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread of others has ended meanwhile
             found.setdefault((task / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(task.name)))
-    return os.sched_getscheduler(0), {name: found[name] for name in TRANSPORT_THREADS}
+    return os.sched_getscheduler(0), {name: found[name] for name in TRANSPORT_THREAD_NAMES}
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such policy here")
 def test_what_carries_messages_interrupts_no_thread_that_computes(ranks: Ranks) -> None:
-    expected = os.SCHED_OTHER, {name: {os.SCHED_BATCH} for name in TRANSPORT_THREADS}
+    expected = os.SCHED_OTHER, {name: {os.SCHED_BATCH} for name in TRANSPORT_THREAD_NAMES}
     assert ranks(2).run(policies) == [expected, expected]
 
 
@@ -65,7 +65,13 @@ def others() -> list[object]:
     broadcast = world.broadcast(mine.clone())
     total = world.all_reduce(mine.clone(), "a measurement")
     world.barrier()
-    return [gathered.tolist(), list(empty.shape), broadcast.tolist(), total.tolist(), world.gather_objects(world.rank)]
+    return [
+        gathered.tolist(),
+        list(empty.shape),
+        broadcast.tolist(),
+        total.tolist(),
+        world.all_gather_object(world.rank),
+    ]
 
 
 def test_gather_broadcast_and_reduce(ranks: Ranks) -> None:
@@ -88,7 +94,7 @@ def exchange_as_told(changes: dict[str, list[Any]]) -> tuple[str, bool]:
     world = World.current()
     mine = {key: by_rank[world.rank] for key, by_rank in {**AGREED, **changes}.items()}
     send = torch.zeros(sum(mine["sent"]), dtype=getattr(torch, mine["dtype"]))
-    scope = Scope(tables=("a", "b"), batch=mine["batch"])
+    scope = ExchangeScope(tables=("a", "b"), batch_tag=mine["batch"])
     told = ""
     try:
         world.all_to_all(send, mine["sent"], mine["expected"], mine["name"], scope=scope).wait()
@@ -121,17 +127,19 @@ def test_agreeing_ranks_are_told_nothing(ranks: Ranks) -> None:
 
 def spans() -> list[tuple[str, int, float, float]]:
     """Of an all-to-all of float64 on hosts of two ranks, an all-gather and sums, of which one is not waited for."""
-    world = World.current().on_hosts(2)
+    world = World.current().with_ranks_per_host(2)
     sizes = [world.rank + 1] * world.size
     send = torch.zeros(sum(sizes), 5, dtype=torch.float64)
     world.all_to_all(send, sizes, list(range(1, world.size + 1)), "ids").wait()
     world.all_gather(torch.zeros(3), "batch norm")
     world.all_reduce(torch.zeros(8), "dense")
-    world.sum_of_few(torch.zeros(2), "agree")
+    world.all_reduce_small(torch.zeros(2), "agree")
     pending = world.start_all_reduce(torch.zeros(8), "replicas")
-    told = [(one.name, one.num_peers, one.inside_bytes, one.across_bytes) for one in world.transfers.latest]
+    told = [
+        (one.name, one.num_peers, one.intra_host_bytes, one.inter_host_bytes) for one in world.transfers.recent_spans
+    ]
     pending.wait()
-    assert all(0 <= one.waited_s <= one.done_s - one.begin_s for one in world.transfers.latest)
+    assert all(0 <= one.wait_s <= one.done_s - one.begin_s for one in world.transfers.recent_spans)
     return told
 
 

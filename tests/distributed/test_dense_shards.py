@@ -18,7 +18,7 @@ from meseta import checkpoint
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
-from meseta.comm.dense_shards import sum_over_parts, whole
+from meseta.comm.dense_shards import full_tensor, make_shard_sum
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
@@ -28,7 +28,7 @@ from meseta.optim.clip import global_norm
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 from meseta.telemetry.transfers import TransferTimes
 from meseta.train.setup.build import make_specs
-from meseta.train.setup.outline import make_outline
+from meseta.train.setup.meta_model import make_meta_model
 from small_run import predicted_memory, settings, train
 
 from .pool import RankPool
@@ -50,7 +50,7 @@ SHARDED = {"dense__sharding": "fsdp", "plan": HOSTS}
 
 def dense_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """What the newest checkpoint says of the dense part, without metrics."""
-    path = checkpoint.latest(run_dir / "checkpoints")
+    path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None
     tensors = read_tensors(path, read_manifest(path)["dense"])
     return {name: t for name, t in tensors.items() if name.startswith(("model.", "optimizer."))}
@@ -236,7 +236,7 @@ def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
         tables, features = make_specs(config, dataset)
         collection = EmbeddingBagCollection(tables, features)
         plan = Plan.from_dict(HOSTS, tables, 2)
-        model = make_outline(config, dataset, collection)
+        model = make_meta_model(config, dataset, collection)
         need = predicted_memory(config, dataset, model, plan, 0)
         needs.append(need.dense_part)
     mlps = [sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in ("bottom_mlp", "top_mlp")]
@@ -267,8 +267,8 @@ def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
         os.environ["LOCAL_WORLD_SIZE"] = before
     parameters = list(model.parameters())
     held = sum(p.to_local().numel() for p in parameters)  # type: ignore[attr-defined]
-    norm = global_norm(parameters, sum_over_parts(parameters, World.current()))
-    flat = torch.cat([whole(p.detach()).reshape(-1).double() for p in parameters])
+    norm = global_norm(parameters, make_shard_sum(parameters, World.current()))
+    flat = torch.cat([full_tensor(p.detach()).reshape(-1).double() for p in parameters])
     ids = KeyedJaggedTensor.from_lists({"f": [[World.current().rank], [3, 4]]})
     model.second(model.first(model.tables(ids).pooled.values)).mean().backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in parameters)
@@ -301,8 +301,8 @@ def crossing_here(num_passes: int, is_hooked: bool) -> tuple[list[str], float]:
             ids = KeyedJaggedTensor.from_lists({"f": [[world.rank, number], [3, 4]]})
             model.second(model.first(model.tables(ids).pooled.values)).square().mean().backward()
         assert all(torch.equal(one, weight.grad.to_local()) for one in seen)
-        names += [span.name for span in world.transfers.latest if span.name in (INSIDE, ACROSS)]
-        found.append([whole(p.grad) for layer in (model.first, model.second) for p in layer.parameters()])
+        names += [span.name for span in world.transfers.recent_spans if span.name in (INSIDE, ACROSS)]
+        found.append([full_tensor(p.grad) for layer in (model.first, model.second) for p in layer.parameters()])
     return names, max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 

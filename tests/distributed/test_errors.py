@@ -152,9 +152,9 @@ def test_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:
 def raised_together(bad_ranks: list[int]) -> tuple[str, str]:
     world = World.current()
     error = OSError(f"disk {world.rank} is full") if world.rank in bad_ranks else None
-    world.raise_together(None)
-    text = message_of(lambda: world.raise_together(error))
-    return text, str(world.gather_objects(world.rank))
+    world.raise_on_all_ranks(None)
+    text = message_of(lambda: world.raise_on_all_ranks(error))
+    return text, str(world.all_gather_object(world.rank))
 
 
 def test_raise_together_names_the_lowest_rank(ranks: Ranks) -> None:
@@ -167,9 +167,9 @@ def told_twice() -> list[str]:
     texts = []
     for bad in (0, 1):
         try:
-            world.raise_together(OSError(f"disk {bad} is full") if world.rank == bad else None)
+            world.raise_on_all_ranks(OSError(f"disk {bad} is full") if world.rank == bad else None)
         except MesetaError as told:
-            texts.append(message_of(partial(world.raise_together, told)))
+            texts.append(message_of(partial(world.raise_on_all_ranks, told)))
     return texts
 
 
@@ -187,9 +187,9 @@ def unknown_columns() -> list[tuple[str, str, str | None]]:
 
     raised = []
     for action in (
-        lambda: world.raise_together(error if world.rank == 1 else None),
-        lambda: world.on_first(refuse),
-        lambda: world.from_first(refuse),
+        lambda: world.raise_on_all_ranks(error if world.rank == 1 else None),
+        lambda: world.run_on_rank_0(refuse),
+        lambda: world.broadcast_from_rank_0(refuse),
     ):
         with pytest.raises(UnknownColumnError) as caught:
             action()
@@ -216,7 +216,7 @@ def refused_by_the_system() -> list[str]:
             return str(error)
         return ""
 
-    return [message(lambda: world.on_first(write)), message(lambda: world.from_first(write))]
+    return [message(lambda: world.run_on_rank_0(write)), message(lambda: world.broadcast_from_rank_0(write))]
 
 
 def test_what_the_system_tells_rank_0_is_told_to_all(ranks: Ranks) -> None:

@@ -115,7 +115,7 @@ def test_nothing_of_it_shows_in_the_bits_of_a_plain_run(undisturbed: Callable[[s
 
 def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, share: float) -> None:
     """Wait for the moment to kill, as that of tests/cli/test_kill.py: steps are fewer here."""
-    saved = checkpoint.latest(run_dir / "checkpoints") if run_dir.exists() else None
+    saved = checkpoint.latest_complete(run_dir / "checkpoints") if run_dir.exists() else None
     step = int(saved.name.removeprefix("step-")) if saved else 0
     aim = step + 2 * draw.randint(1, 4) + step % 2
     if moment == "evaluating":

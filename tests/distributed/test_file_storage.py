@@ -19,8 +19,8 @@ from meseta.config import RunConfig
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW
 from meseta.train import verify
-from meseta.train.outside.importing import import_model
-from meseta.train.trained import load_trained
+from meseta.train.interop.importing import import_model
+from meseta.train.trained_model import load_trained
 from sampling import product, sample
 from small_run import final_checksum, metrics, settings, tiny_data, train, without_times
 
@@ -114,7 +114,7 @@ def test_verify_takes_both_for_equal(ranks: Ranks, tiny: Path, tmp_path: Path, f
     ranks(2).run(record_in_files, document, tmp_path / "records", files[0])
     with files_for_rows() if files[1] else nullcontext():
         found = verify.compare(RunConfig.model_validate(document), tmp_path / "records", 3, 2)
-    assert found.first is None and set(found.tables["training"]) == set(REPLICAS)
+    assert found.first_mismatch is None and set(found.tables["training"]) == set(REPLICAS)
 
 
 def test_imports_and_exports(tiny: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_imports_and_exports(tiny: Path, tmp_path: Path) -> None:
             import_model(tmp_path / "model.safetensors", "torch", RunConfig.model_validate(document))
             train(document)
         checksums.append(final_checksum(run))
-        saved, out = checkpoint.latest(run / "checkpoints"), tmp_path / f"exported {files}"
+        saved, out = checkpoint.latest_complete(run / "checkpoints"), tmp_path / f"exported {files}"
         assert saved is not None
         export(saved, out, "safetensors", states=True)
         exported.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})

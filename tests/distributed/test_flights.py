@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.embedding.flight import IdsOutside
+from meseta.embedding.batch_context import OutOfRangeIds
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
@@ -91,19 +91,19 @@ def both_open(dense: str, between: str, hold: bool) -> dict[str, Any]:
     hand, else autograd alone tells whose they are."""
     model, batches = make_model(dense=dense), [local_batch(0), local_batch(1)]
     embeddings = model.embeddings
-    flights = [embeddings.start(batch.sparse, step=step) for step, batch in enumerate(batches)]
+    flights = [embeddings.start_input_dist(batch.sparse, step=step) for step, batch in enumerate(batches)]
     for flight in flights:
-        embeddings.exchange(flight)
-    pooled = [embeddings.finish(flight).pooled.values for flight in flights]
+        embeddings.input_dist(flight)
+    pooled = [embeddings.output_dist(flight).pooled.values for flight in flights]
     logits = []
     for flight, batch, bags in zip(flights, batches, pooled, strict=True):
-        with embeddings.in_hand(flight):
+        with embeddings.active_batch(flight):
             logits.append(model.score(batch.dense, bags))
     if between == "evaluation":
         evaluate(model, batches[1])
     gradients = []
     for flight, batch, scores in zip(flights, batches, logits, strict=True):
-        with embeddings.in_hand(flight) if hold else nullcontext():
+        with embeddings.active_batch(flight) if hold else nullcontext():
             gradients.append(backward(model, scores, batch))
         if between == "evaluation":
             evaluate(model, batches[0])
@@ -113,8 +113,8 @@ def both_open(dense: str, between: str, hold: bool) -> dict[str, Any]:
 def evaluate(model: Any, batch: Batch) -> None:
     model.eval()
     with torch.no_grad():
-        flight = model.embeddings.start(batch.sparse, outside=IdsOutside())
-        model.score(batch.dense, model.embeddings(model.embeddings.exchange(flight)).pooled.values)
+        flight = model.embeddings.start_input_dist(batch.sparse, out_of_range_ids=OutOfRangeIds())
+        model.score(batch.dense, model.embeddings(model.embeddings.input_dist(flight)).pooled.values)
     model.train()
 
 
@@ -123,7 +123,7 @@ def result_of(model: Any, logits: list[torch.Tensor], gradients: list[list[torch
     return {
         "logits": [own.detach() for own in logits],
         "gradients": gradients,
-        "outside": model.embeddings.num_outside,
+        "outside": model.embeddings.num_out_of_range,
         "buffers": [buffer.clone() for buffer in model.buffers()],
     }
 
@@ -171,7 +171,7 @@ def test_gradients_weighed_by_another_batch_are_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(cut_and_not_in_hand):
         assert text == (
             "a backward pass goes through a batch whose ranks have [5, 3] samples, and has weighed gradients by "
-            "[2, 6]; run the passes of batches one by one, each in embeddings.in_hand(flight)"
+            "[2, 6]; run the passes of batches one by one, each in embeddings.active_batch(flight)"
         )
 
 
@@ -187,11 +187,11 @@ def wrong_uses() -> tuple[list[str], float]:
     """Stages twice, or before their time."""
     model, ids = make_model("sgd"), local_batch(0).sparse
     embeddings = model.embeddings
-    flight = embeddings.start(ids)
-    texts = [message_of(lambda: embeddings.finish(flight))]
-    embeddings.exchange(flight)
-    texts.append(message_of(lambda: embeddings.exchange(flight)))
-    loss = embeddings.finish(flight).pooled.values.sum()
+    flight = embeddings.start_input_dist(ids)
+    texts = [message_of(lambda: embeddings.output_dist(flight))]
+    embeddings.input_dist(flight)
+    texts.append(message_of(lambda: embeddings.input_dist(flight)))
+    loss = embeddings.output_dist(flight).pooled.values.sum()
     texts.append(message_of(lambda: embeddings(flight)))
     loss.backward(retain_graph=True)
     texts.append(message_of(loss.backward))
@@ -217,10 +217,10 @@ def other_order() -> tuple[list[str], float]:
     model = make_model("sgd")
     embeddings, rank = model.embeddings, model.embeddings.world.rank
     steps = (0, 1) if rank == 0 else (1, 0)
-    flights = [embeddings.start(local_batch(step).sparse, step=step) for step in steps]
-    texts = [message_of(lambda flight=flight: embeddings.exchange(flight)) for flight in flights]
-    texts.append(message_of(lambda: embeddings.finish(flights[0])))
-    assert embeddings.num_outside is None and embeddings.step == 0
+    flights = [embeddings.start_input_dist(local_batch(step).sparse, step=step) for step in steps]
+    texts = [message_of(lambda flight=flight: embeddings.input_dist(flight)) for flight in flights]
+    texts.append(message_of(lambda: embeddings.output_dist(flights[0])))
+    assert embeddings.num_out_of_range is None and embeddings.step == 0
     return texts, good_step(model)
 
 
@@ -238,11 +238,11 @@ def other_order_of_ends() -> tuple[list[str], float]:
     """Rank 1 finishes the second batch first."""
     model = make_model("sgd")
     embeddings, rank = model.embeddings, model.embeddings.world.rank
-    flights = [embeddings.start(local_batch(step).sparse, step=step) for step in (0, 1)]
+    flights = [embeddings.start_input_dist(local_batch(step).sparse, step=step) for step in (0, 1)]
     for flight in flights:
-        embeddings.exchange(flight)
-    texts = [message_of(lambda flight=flight: embeddings.finish(flight)) for flight in flights[:: 1 - 2 * rank]]
-    texts.append(message_of(lambda: embeddings.finish(flights[0])))
+        embeddings.input_dist(flight)
+    texts = [message_of(lambda flight=flight: embeddings.output_dist(flight)) for flight in flights[:: 1 - 2 * rank]]
+    texts.append(message_of(lambda: embeddings.output_dist(flights[0])))
     assert embeddings.step == 0
     return texts, good_step(model)
 
@@ -260,16 +260,16 @@ def refused_on_one() -> tuple[str, str, float]:
     model = make_model("sgd")
     embeddings, rank = model.embeddings, model.embeddings.world.rank
     good, bad = local_batch(0), KeyedJaggedTensor.from_lists({"f0": [[1]]})
-    first = embeddings.start(good.sparse)
-    second = embeddings.start(good.sparse if rank == 0 else bad)
-    embeddings.exchange(first)
-    text = message_of(lambda: embeddings.exchange(second))
-    with embeddings.in_hand(first):
+    first = embeddings.start_input_dist(good.sparse)
+    second = embeddings.start_input_dist(good.sparse if rank == 0 else bad)
+    embeddings.input_dist(first)
+    text = message_of(lambda: embeddings.input_dist(second))
+    with embeddings.active_batch(first):
         loss = binary_cross_entropy_with_logits(
-            model.score(good.dense, embeddings.finish(first).pooled.values), good.label
+            model.score(good.dense, embeddings.output_dist(first).pooled.values), good.label
         )
         loss.backward()
-    return text, message_of(lambda: embeddings.finish(second)), good_step(model)
+    return text, message_of(lambda: embeddings.output_dist(second)), good_step(model)
 
 
 def test_a_refused_batch_is_dropped_on_all_ranks_and_others_go_on(ranks: Ranks) -> None:
@@ -284,8 +284,8 @@ def rates() -> tuple[torch.Tensor, torch.Tensor]:
     for own in (True, False):
         model = make_model("sgd")
         embeddings = model.embeddings
-        flight = embeddings.start(local_batch(0).sparse, lr_factor=0.25 if own else None)
-        pooled = embeddings(embeddings.exchange(flight)).pooled.values
+        flight = embeddings.start_input_dist(local_batch(0).sparse, lr_factor=0.25 if own else None)
+        pooled = embeddings(embeddings.input_dist(flight)).pooled.values
         embeddings.lr_factor = 7.0 if own else 0.25
         pooled.square().sum().backward()
         found.append(torch.cat([shard.weight.reshape(-1) for shard in embeddings.shards]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meseta.comm import BatchSlice, World
-from meseta.models.global_layers import BatchNorm
-from meseta.train.trained import load_trained
+from meseta.models.global_layers import SyncBatchNorm
+from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train, without_times
 
 from .pool import RankPool
@@ -22,11 +22,11 @@ Ranks = Callable[[int], RankPool]
 def normalise(sizes: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Output, gradient of x, and in units of the global mean those of the parameters, of this rank's slice."""
     world = World.current() if len(sizes) > 1 else World.single()
-    batch = BatchSlice(world=world, step=0, sizes=sizes)
+    batch = BatchSlice(world=world, step=0, batch_size_per_rank=sizes)
     generator = torch.Generator().manual_seed(3)
     data, upstream = (torch.randn(sum(sizes), 5, generator=generator, dtype=dtype) * 3 + 10 for _ in range(2))
     mine = slice(batch.first_sample, batch.first_sample + sizes[world.rank])
-    layer = BatchNorm(5).to(dtype)
+    layer = SyncBatchNorm(5).to(dtype)
     torch.nn.init.normal_(layer.weight, generator=generator)
     x = data[mine].clone().requires_grad_()
     y = layer(x, batch)

@@ -15,8 +15,8 @@ import torch
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.data.batch import Batch
-from meseta.optim.clip import DenseClip
-from meseta.optim.dense import make_dense_optimizer, step_unless
+from meseta.optim.clip import GradientClipper
+from meseta.optim.dense import make_dense_optimizer, step_if_finite
 from meseta.pipeline import Pipeline
 from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import MesetaError
@@ -45,10 +45,10 @@ def make(case: dict[str, Any], late: bool) -> Pipeline:
     optimizer = make_dense_optimizer(DENSE[case["dense"]], model.parameters())
     if case["dense"] == "adam" and case["plain"]:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    clip = DenseClip(norm=0.5) if case["clip"] else None
+    clip = GradientClipper(norm=0.5) if case["clip"] else None
     overlap: tuple[Overlap, ...] = case["overlap"]
     pipeline = Pipeline(model, optimizer, world, clip=clip, accumulate_steps=case["accumulate_steps"], overlap=overlap)
-    pipeline.learns_late, pipeline.stale = late, case["stale"]
+    pipeline.defers_loss_check, pipeline.uses_stale_embeddings = late, case["stale"]
     return pipeline
 
 
@@ -83,11 +83,11 @@ def fail(case: dict[str, Any], late: bool, bad: int, settled: bool) -> tuple[dic
         for _ in pipeline.steps(iter(given)):
             done += 1
             if settled:
-                pipeline.settle()
+                pipeline.synchronize()
     except NonFiniteLoss as error:
         is_bad_batch = pipeline.batch is given[bad]
         found = learned(pipeline), f"{type(error).__name__}: {error}", done, is_bad_batch
-        pipeline.settle()  # nothing is left to be told
+        pipeline.synchronize()  # nothing is left to be told
         good = next(batches(pipeline.world, 1))
         pipeline(good)  # and the next loop goes on
         return *found, pipeline.batch is good
@@ -154,7 +154,7 @@ def test_a_dense_step_that_the_device_forbids(dense: str) -> None:
             for p, twin in zip(parameters, twins, strict=True):
                 p.grad = torch.randn(p.shape) if number not in (0, 3) else torch.full(p.shape, torch.nan)
                 twin.grad = p.grad.clone()
-            undo = step_unless(optimizers[0], torch.tensor(float(number in (0, 3))))
+            undo = step_if_finite(optimizers[0], torch.tensor(float(number in (0, 3))))
             if number in (0, 3):
                 undo()
             else:

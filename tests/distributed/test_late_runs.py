@@ -12,7 +12,7 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import Stopped
+from meseta.machine.interruption import TrainingInterrupt
 from meseta.spec import MesetaError
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, spoil, without_times
@@ -26,18 +26,18 @@ def run(document: dict[str, Any], late: bool, asked_at: int | None = None) -> tu
     """What ends a run, and its step; the last rank gets SIGTERM in the step `asked_at`."""
     world = World.current()
     trainer = Trainer(RunConfig.model_validate(document), world)
-    trainer.pipeline.learns_late = late
-    flags = trainer.saver.flags
+    trainer.pipeline.defers_loss_check = late
+    flags = trainer.checkpoint_manager.flags
 
     def asked() -> tuple[float, float, float]:
         if world.rank == world.size - 1 and trainer.step + 1 == asked_at:
-            trainer.saver.interruption.number = signal.SIGTERM
+            trainer.checkpoint_manager.signal_listener.signal_number = signal.SIGTERM
         return flags()
 
-    trainer.saver.flags = asked  # type: ignore[method-assign]
+    trainer.checkpoint_manager.flags = asked  # type: ignore[method-assign]
     try:
         trainer.run()
-    except Stopped:
+    except TrainingInterrupt:
         return "stopped", trainer.step
     except MesetaError as error:
         return str(error), trainer.step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meseta.comm.dense_shards import cut_modules
+from meseta.comm.dense_shards import sharded_modules
 from meseta.config import ModelConfig
 from meseta.models import DHEN, make_model
 from model_parts import OneRowEach
@@ -56,7 +56,7 @@ def test_a_layer_of_dhen_is_gathered_as_one() -> None:
         ModelConfig(**of_its_model({"name": "dhen", "embedding_dim": 4, "layers": 3})), OneRowEach([4, 4]), 2, 0
     )
     assert isinstance(model, DHEN)
-    assert dict(cut_modules(model, model.embeddings)) == {
+    assert dict(sharded_modules(model, model.embeddings)) == {
         "bottom": model.bottom,
         **{f"layers.{index}": layer for index, layer in enumerate(model.layers)},
         "top_mlp": model.top_mlp,

@@ -11,8 +11,8 @@ import pytest
 from meseta.comm import World
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
-from meseta.train.predictions import write_new_predictions
-from meseta.train.trained import load_for_rows
+from meseta.train.predictions import write_raw_predictions
+from meseta.train.trained_model import load_for_raw_rows
 from small_run import settings, train
 
 from .pool import RankPool
@@ -22,9 +22,9 @@ Ranks = Callable[[int], RankPool]
 
 def predict_here(run_dir: Path, source: Path, out: Path, keys: list[str]) -> tuple[int, float | None]:
     """Run on every rank; the number of rows, and the AUC where there are labels."""
-    found = load_for_rows(run_dir, [str(source)], World.current(), keys=keys)
-    told = write_new_predictions(found.model, found.reader, found.world, out)
-    return told.num_rows, told.figures["label"]["auc"] if told.figures else None
+    found = load_for_raw_rows(run_dir, [str(source)], World.current(), keys=keys)
+    told = write_raw_predictions(found.model, found.reader, found.world, out)
+    return told.num_rows, told.metrics["label"]["auc"] if told.metrics else None
 
 
 def message_here(*arguments: object) -> str:
@@ -65,8 +65,8 @@ def test_every_rank_is_told(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
 
 def unseen_here(run_dir: Path, source: Path, out: Path) -> tuple[list[tuple[str, float]], list[str]]:
     """Run on every rank."""
-    found = load_for_rows(run_dir, [str(source)], World.current(), allow_unseen=True)
-    unseen = write_new_predictions(found.model, found.reader, found.world, out).unseen
+    found = load_for_raw_rows(run_dir, [str(source)], World.current(), allow_unseen=True)
+    unseen = write_raw_predictions(found.model, found.reader, found.world, out).unseen
     return unseen.shares(), unseen.warnings()
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from meseta.checkpoint.files.digest import of_manifest
+from meseta.checkpoint.files.digest import hash_manifest
 from meseta.cli.main import main
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify import record
 from small_run import manifest, settings, train, write_config
@@ -216,7 +216,7 @@ def make_older(run: Path) -> None:
     forget(run)
     document = manifest(run)
     del document["state"]["encoding"]
-    document["manifest_checksum"] = of_manifest(document)
+    document["manifest_checksum"] = hash_manifest(document)
     (run / "checkpoints/step-000000002/manifest.json").write_text(json.dumps(document))
 
 

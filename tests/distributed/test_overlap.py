@@ -196,7 +196,7 @@ def look_between(overlap: tuple[Overlap, ...]) -> list[int]:
     model, world = make_model("flat", Communication(), MLPOptions())
     pipeline, found = make_pipeline(model, world, overlap), []
     for _ in pipeline.steps(slices(world, SIZES)):
-        pipeline.settle()
+        pipeline.synchronize()
         *_, last = slices(world, SIZES)
         with torch.no_grad():
             logits = model.score(last.dense, model.embeddings(last.sparse).pooled.values)
@@ -228,7 +228,7 @@ def fail_at(what: str, overlap: tuple[Overlap, ...]) -> tuple[str, int, int]:
     before = checksum(model)
     try:
         for _ in pipeline.steps(batches()):
-            pipeline.settle()
+            pipeline.synchronize()
             steps, before = steps + 1, checksum(model)
     except MesetaError as error:
         assert checksum(model) == before, "something moved"
@@ -313,7 +313,7 @@ def test_a_bad_batch_ahead_is_told_at_its_turn(ranks: Ranks) -> None:
 
 def chosen() -> list[Any]:
     model, world = make_model("flat", Communication())
-    auto = choose_overlap("auto", model, world.on_hosts(1))
+    auto = choose_overlap("auto", model, world.with_ranks_per_host(1))
     off = choose_overlap("off", model, world)
     some = choose_overlap(["agree", "ids"], model, world)
     return [auto.hidden, dict(auto.left_out), off.hidden, some.hidden]
@@ -325,15 +325,15 @@ def test_auto_hides_all_that_can_be(ranks: Ranks) -> None:
 
 def test_auto_reads_no_ids_ahead_where_processors_copy_them() -> None:
     model, _ = make_model("flat", Communication())
-    inside = World(rank=0, size=2, device=torch.device("cpu"), per_host=2)
+    inside = World(rank=0, size=2, device=torch.device("cpu"), plan_ranks_per_host=2)
     auto, asked = choose_overlap("auto", model, inside), choose_overlap(["ids"], model, inside)
     assert "costs more than it hides" in auto.left_out["ids"] and "ids" not in auto.hidden
     assert asked.hidden == ("ids",) and not asked.left_out
-    assert "ids" in choose_overlap("auto", model, inside.on_hosts(1)).hidden
+    assert "ids" in choose_overlap("auto", model, inside.with_ranks_per_host(1)).hidden
 
 
 class OwnScore(DLRM):
-    """A `score` of its own, which knows nothing of `before`."""
+    """A `score` of its own, which knows nothing of `forward_dense`."""
 
     def score(self, dense: Any, pooled: torch.Tensor) -> torch.Tensor:
         return super().score(dense * 2.0, pooled)

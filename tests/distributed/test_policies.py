@@ -10,7 +10,7 @@ import pytest
 
 from meseta.comm import World
 from meseta.data import Reader, ReaderOptions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import settings, train
 
 from .pool import RankPool

@@ -25,7 +25,7 @@ def settled(document: dict[str, Any], processors: list[Processor]) -> str:
     module: Any = sys.modules[precision.__name__]
     before, module.this_processor = module.this_processor, lambda: processors[world.rank]
     try:
-        return precision.settle_dense_dtype(RunConfig.model_validate(document), world).dense.dtype
+        return precision.resolve_dense_dtype(RunConfig.model_validate(document), world).dense.dtype
     except MesetaError as error:
         return str(error)
     finally:

@@ -33,7 +33,7 @@ def by_kernels(
     """What the operator does on a GPU."""
     from meseta.ops.row_update import triton
 
-    tables = group.weights, group.states, group.program.whole.instructions, group.uniforms(lr, step)
+    tables = group.weights, group.states, group.program.fused_update.instructions, group.uniforms(lr, step)
     fields = group.state_is_row, group.origins, group.feature_fields
     batch = bags.ids, bags.offsets, bags.num_samples, list(gradients), bags.weights
     triton.row_update(UpdateCall(*tables, *fields, *batch, step, found_inf))
@@ -41,13 +41,16 @@ def by_kernels(
 
 def train_by_kernels(scenario: Scenario) -> dict[str, Any]:
     """The same with the rows picked on the device."""
-    made = replicas.Replicas.__init__
+    made = replicas.ReplicatedRows.__init__
 
-    def make(self: replicas.Replicas, *arguments: Any) -> None:
+    def make(self: replicas.ReplicatedRows, *arguments: Any) -> None:
         made(self, *arguments)
-        self.picks_on_device = True
+        self.selects_on_device = True
 
-    with mock.patch.object(replicas, "row_update", by_kernels), mock.patch.object(replicas.Replicas, "__init__", make):
+    with (
+        mock.patch.object(replicas, "row_update", by_kernels),
+        mock.patch.object(replicas.ReplicatedRows, "__init__", make),
+    ):
         return train(scenario)
 
 

@@ -13,7 +13,7 @@ import yaml
 from distributed.pool import RankPool
 from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
-from meseta.planner import Planned
+from meseta.planner import PlanResult
 from meseta.spec import CostModel, MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.setup.planning import find_run_plan
@@ -44,7 +44,7 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(config: RunConfig) -> Planned:
+def planned(config: RunConfig) -> PlanResult:
     """By the files that the config names."""
     files = config.planner
     assert files.topology is not None
@@ -116,8 +116,8 @@ def test_tables_of_a_run_lie_on_its_disk_with_near_rows(tiny: Path, tmp_path: Pa
     shown = before.plan.to_dict()["tables"]
     assert {name: entry["shards"] for name, entry in written.items()} == {n: e["shards"] for n, e in shown.items()}
     shards = [shard for entry in before.plan.tables for shard in entry.shards]
-    assert all(shard.tier == "disk" and shard.near_rows for shard in shards)
-    assert summary["predicted"]["misses"] == dict(before.prediction.misses)
+    assert all(shard.tier == "disk" and shard.cache_rows for shard in shards)
+    assert summary["predicted"]["misses"] == dict(before.prediction.cache_misses)
     by_hand = {**document, "run_dir": str(tmp_path / "other"), "planner": {}}
     by_hand["plan"] = {"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}
     train(by_hand)

@@ -17,7 +17,7 @@ import pytest
 from meseta.comm import World
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train
 
 from .pool import RankPool

@@ -37,7 +37,7 @@ def make(exchange: str, precision: str) -> tuple[Any, World]:
 def make_pipeline(model: Any, world: World, accumulate_steps: int, *, overlap: Any = (), stale: bool) -> Pipeline:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     pipeline = Pipeline(model, optimizer, world, accumulate_steps=accumulate_steps, overlap=overlap)
-    pipeline.stale = stale
+    pipeline.uses_stale_embeddings = stale
     return pipeline
 
 
@@ -96,7 +96,7 @@ def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
     losses = []
     with closing(pipeline.steps(iter(batches))) as steps:
         losses += [next(steps).loss for _ in range(3)]
-        pipeline.carry()
+        pipeline.snapshot_prefetched()
     losses += [step.loss for step in pipeline.steps(iter(batches[3:]))]
     return losses, checksum(model)
 
@@ -114,7 +114,7 @@ def give_other_batch() -> str:
     pipeline, batches = make_pipeline(model, world, 1, stale=True), [*slices(world, SIZES)]
     with closing(pipeline.steps(iter(batches))) as steps:
         next(steps)
-        pipeline.carry()
+        pipeline.snapshot_prefetched()
     if world.rank == 0:
         batches[1].sparse.values[0] = (batches[1].sparse.values[0] + 1) % 6
     return message_of(lambda: [*pipeline.steps(iter(batches[1:]))])
@@ -204,8 +204,8 @@ def test_what_carries_nothing_that_can_be_used_is_refused(tiny: Path, tmp_path: 
     save_file(tensors, folder / "carried.safetensors")
     written = manifest(tmp_path / "run", 6)
     size = (folder / "carried.safetensors").stat().st_size
-    written["carried"] |= {"num_bytes": size, "checksum": digest.of_tensors(tensors)}
-    written["manifest_checksum"] = digest.of_manifest(written)
+    written["carried"] |= {"num_bytes": size, "checksum": digest.hash_tensors(tensors)}
+    written["manifest_checksum"] = digest.hash_manifest(written)
     (folder / "manifest.json").write_text(json.dumps(written))
     with pytest.raises(MesetaError, match=r"it carries pooled embeddings \[3, 2\].*must be \[B, 128\]"):
         train({**document, "train": {**document["train"], "max_steps": 8}})

@@ -239,7 +239,7 @@ def embed(scenario: Scenario, num_parts: int) -> list[Any]:
         ids, mine = local_slice(scenario.batch(step), world.rank, world.size)
         data = Batch(dense=given[mine], sparse=ids, label=given[mine, 0])
         for index, part in enumerate(split_batch(data, num_parts)):
-            with collection.accumulating() if index + 1 < num_parts else nullcontext():
+            with collection.accumulate_gradients() if index + 1 < num_parts else nullcontext():
                 x = per_sample(collection(part.sparse), scenario.features())
                 (x * part.dense * world.size).sum().backward()
     return [(s.shard, s.weight.clone(), {k: v.clone() for k, v in s.state.items()}) for s in collection.shards]

@@ -12,7 +12,7 @@ from meseta.models import MLPOptions
 from meseta.planner.cost.schedule import step_program
 from meseta.spec import Communication
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.transfer import INSIDE, OF_STEPS
+from meseta.spec.transfer import INTRA_HOST_SUFFIX, STEP_TRANSFERS
 from sampling import product, sample
 
 from .pool import RankPool
@@ -21,7 +21,7 @@ from .test_overlap import make_model, make_pipeline, slices
 SIZES = [13, 11, 16, 12, 14]
 FLAT = ("counts", "ids", "answers", "whole bags", "agree", "replicas", "gradients", "gradients of whole bags",
         "row statistics", "dense")  # fmt: skip
-TWO_LEVEL = (*FLAT, "counts" + INSIDE, "ids" + INSIDE)
+TWO_LEVEL = (*FLAT, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 STEP = 2
 """The one that is looked at; it has others on both sides."""
 CASES = product(
@@ -36,13 +36,13 @@ def orders(exchange: Any, accumulate_steps: int, overlap: tuple[Overlap, ...]) -
     model, world = make_model(exchange, Communication(), MLPOptions(dropout=0.3, seed=5))
     pipeline, marks = make_pipeline(model, world, overlap, accumulate_steps), []
     times = pipeline.world.transfers
-    times.latest.clear()
+    times.recent_spans.clear()
     for _ in pipeline.steps(slices(pipeline.world, SIZES)):
-        marks.append(len(times.latest))
-    spans = [span for span in times.latest if span.name in OF_STEPS]
+        marks.append(len(times.recent_spans))
+    spans = [span for span in times.recent_spans if span.name in STEP_TRANSFERS]
     begun = sorted((span for span in spans if span.step == STEP), key=lambda span: span.begin_s)
-    waited = list(times.latest)[marks[STEP - 1] : marks[STEP]]
-    return [span.name for span in begun], [span.name for span in waited if span.name in OF_STEPS]
+    waited = list(times.recent_spans)[marks[STEP - 1] : marks[STEP]]
+    return [span.name for span in begun], [span.name for span in waited if span.name in STEP_TRANSFERS]
 
 
 def once(names: list[str]) -> list[str]:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World, sums
-from meseta.comm.sums import PIECE, cut
-from meseta.spec.codecs import SumPath
+from meseta.comm.sums import CHUNK_ALIGNMENT, split_aligned
+from meseta.spec.codecs import AllReduceAlgorithm
 
 from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-PATHS: tuple[SumPath, ...] = ("flat", "twins", "chain")
-SIZES = (0, 1, PIECE, 3 * PIECE + 5, 1000, 4099)
+PATHS: tuple[AllReduceAlgorithm, ...] = ("flat", "twins", "chain")
+SIZES = (0, 1, CHUNK_ALIGNMENT, 3 * CHUNK_ALIGNMENT + 5, 1000, 4099)
 LAYOUTS = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 """Ranks, and ranks of a host."""
 
@@ -44,9 +44,9 @@ def by_hand(num_ranks: int, per_host: int, size: int, dtype: torch.dtype = torch
     return total
 
 
-def add_up(per_host: int, path: SumPath, chunk_bytes: int, by_itself: bool) -> list[bytes]:
+def add_up(per_host: int, path: AllReduceAlgorithm, chunk_bytes: int, by_itself: bool) -> list[bytes]:
     """Sums of several sizes, as bytes."""
-    world = replace(World.current().on_hosts(per_host), sum_path=path)
+    world = replace(World.current().with_ranks_per_host(per_host), sum_algorithm=path)
     before, sums.CHUNK_BYTES = sums.CHUNK_BYTES, chunk_bytes
     try:
         tensors = [part(world.rank, size) for size in SIZES]
@@ -63,7 +63,7 @@ def add_up(per_host: int, path: SumPath, chunk_bytes: int, by_itself: bool) -> l
 
 @pytest.mark.parametrize(("size", "per_host"), LAYOUTS)
 @pytest.mark.parametrize("path", PATHS)
-def test_bits_are_those_of_one_order(ranks: Ranks, path: SumPath, size: int, per_host: int) -> None:
+def test_bits_are_those_of_one_order(ranks: Ranks, path: AllReduceAlgorithm, size: int, per_host: int) -> None:
     expected = [by_hand(size, per_host, n).numpy().tobytes() for n in SIZES]
     for chunk_bytes, by_itself in ((2**20, False), (256, True)):
         for rank, found in enumerate(ranks(size).run(add_up, per_host, path, chunk_bytes, by_itself)):
@@ -78,13 +78,13 @@ def test_another_order_has_other_bits() -> None:
 
 def other_sums(per_host: int) -> list[Any]:
     """What a rank keeps of a sum that is cut over its host, and sums of few numbers."""
-    world = World.current().on_hosts(per_host)
+    world = World.current().with_ranks_per_host(per_host)
     pieces = part(world.rank, 40 * per_host).view(per_host, 40)
     total = torch.empty(40)
-    world.add_in_host(total, pieces, "gradients of parameters")
-    world.start_add_over_hosts(total, "gradients of hosts").wait()
-    few = world.sum_of_few(part(world.rank, 5, torch.float64), "agree")
-    counts = world.sum_of_few(torch.tensor([world.rank, 2**40]), "ids outside")
+    world.reduce_scatter_intra_host(total, pieces, "gradients of parameters")
+    world.start_all_reduce_inter_host(total, "gradients of hosts").wait()
+    few = world.all_reduce_small(part(world.rank, 5, torch.float64), "agree")
+    counts = world.all_reduce_small(torch.tensor([world.rank, 2**40]), "ids outside")
     return [total.tolist(), few.tolist(), counts.tolist()]
 
 
@@ -100,7 +100,7 @@ def test_a_sum_that_is_cut_over_a_host(ranks: Ranks, size: int, per_host: int) -
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_pieces_begin_at_blocks(size: int, count: int) -> None:
     buffer = torch.arange(size)
-    pieces = cut(buffer, count)
+    pieces = split_aligned(buffer, count)
     assert len(pieces) == count and torch.equal(torch.cat(pieces), buffer)
-    assert all(int(piece[0]) % PIECE == 0 for piece in pieces if piece.numel())
-    assert max(p.numel() for p in pieces) - min(p.numel() for p in pieces) < 2 * PIECE
+    assert all(int(piece[0]) % CHUNK_ALIGNMENT == 0 for piece in pieces if piece.numel())
+    assert max(p.numel() for p in pieces) - min(p.numel() for p in pieces) < 2 * CHUNK_ALIGNMENT

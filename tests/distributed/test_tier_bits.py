@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covering import allowed_pairs, times_met
-from meseta.ops.row_file.engine import IO_URING, why_no_io_uring
+from meseta.ops.row_file.engine import IO_URING, io_uring_unavailable_reason
 from sampling import sample
 
 from .pool import RankPool
@@ -32,7 +32,7 @@ def test_every_allowed_pair_of_values_is_met_twice() -> None:
 def test_fifty_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
     """Losses, logits, rows, states, and what whole checkpoints and deltas hold; most rows that a batch asks for lie
     far."""
-    if IO_URING in cell["far"] and (why := why_no_io_uring()) is not None:
+    if IO_URING in cell["far"] and (why := io_uring_unavailable_reason()) is not None:
         pytest.skip(why)
     resident, tiered = (ranks(cell["ranks"]).run(train, cell, tmp_path, is_resident) for is_resident in (True, False))
     for got, expected in zip(tiered, resident, strict=True):

@@ -14,10 +14,10 @@ import pytest
 
 from meseta.comm import World, clocks
 from meseta.config import RunConfig
-from meseta.machine.interruption import Stopped
+from meseta.machine.interruption import TrainingInterrupt
 from meseta.report import write_report
 from meseta.spec.stages import OVERLAPS
-from meseta.telemetry.timeline import IN_NO_STAGE, WAITING, StepRange, Timeline
+from meseta.telemetry.timeline import OUTSIDE_STAGES, WAITING, StepRange, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 from meseta.train.run_dir import RunDir
 from meseta.train.trainer import Trainer
@@ -38,23 +38,23 @@ def profile(document: dict[str, Any], steps: StepRange | bool, stop_after: int |
         def note(result: Any) -> None:
             record(result)
             if trainer.step == stop_after:
-                trainer.saver.interruption.number = signal.SIGTERM
+                trainer.checkpoint_manager.signal_listener.signal_number = signal.SIGTERM
 
         trainer._record = note  # type: ignore[method-assign]
     if stop_after is None:
         trainer.run()
         return
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingInterrupt):
         trainer.run()
 
 
 def read(run_dir: Path) -> Timeline:
-    return TraceDocument.model_validate_json((run_dir / "timeline.json").read_bytes()).timeline()
+    return TraceDocument.model_validate_json((run_dir / "timeline.json").read_bytes()).to_timeline()
 
 
 def seconds(timeline: Timeline, rank: int, name: str) -> float:
     """Of a stage, over the whole timeline."""
-    tracks = [track for track in timeline.of(rank, "stage") if track.name == name]
+    tracks = [track for track in timeline.select_tracks(rank, "stage") if track.name == name]
     return sum(one.end_ns - one.begin_ns for track in tracks for one in track.slices) / 1e9
 
 
@@ -69,15 +69,17 @@ def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Pat
     assert {name: 4 * spent_s for name, spent_s in line["stages_s"].items()} == pytest.approx(
         {name: seconds(timeline, 0, name) for name in line["stages_s"]}, abs=1e-6
     )
-    slices = [one for track in timeline.of(0, "transfer") for one in track.slices]
+    slices = [one for track in timeline.select_tracks(0, "transfer") for one in track.slices]
     for name, means in line["transfers"].items():
         sent = [one for one in slices if one.name == name]
         assert len(sent) == 4 * means["num_times"], name
-        assert sum(one.figures["bytes to its host"] for one in sent) == pytest.approx(4 * means["inside_bytes"])
+        assert sum(one.args["bytes to its host"] for one in sent) == pytest.approx(4 * means["inside_bytes"])
         assert sum(one.end_ns - one.begin_ns for one in sent) == pytest.approx(4e9 * means["seconds"], abs=1e3)
     waited_ns = sum(one.end_ns - one.begin_ns for one in slices if one.name == WAITING and one.step)
     assert waited_ns == pytest.approx(4e9 * sum(means["waited_s"] for means in line["transfers"].values()), abs=1e4)
-    assert any(track.name == "ids under way (2)" for track in timeline.of(0, "transfer"))  # of both micro-batches
+    assert any(
+        track.name == "ids under way (2)" for track in timeline.select_tracks(0, "transfer")
+    )  # of both micro-batches
     page = write_report(tmp_path / "run").read_text()
     assert "A step over time" in page and "rank 1" in page and 'class="stage stage-gradient_dist"' in page
 
@@ -93,11 +95,11 @@ def test_lanes_of_an_overlapped_step_add_up_to_it(ranks: Ranks, tiny: Path, tmp_
         left = []
         for step in timeline.steps(rank):
             length_ns, by_stage = step.end_ns - step.begin_ns, dict[str, int]()
-            for track in timeline.of(rank, "stage"):
+            for track in timeline.select_tracks(rank, "stage"):
                 inside = [one for one in track.slices if step.begin_ns <= one.begin_ns < step.end_ns]
                 by_stage[track.name] = sum(one.end_ns - one.begin_ns for one in inside)
             assert sum(by_stage.values()) == length_ns
-            left.append(by_stage.pop(IN_NO_STAGE) / length_ns)
+            left.append(by_stage.pop(OUTSIDE_STAGES) / length_ns)
         assert median(left) <= 0.02, left
 
 
@@ -125,11 +127,11 @@ def test_a_timeline_changes_no_number_and_is_written_where_a_run_is_stopped(
 def test_one_process_has_stages_alone(tiny: Path, tmp_path: Path) -> None:
     profile(settings(tiny, tmp_path / "run"), True)
     timeline = read(tmp_path / "run")
-    assert [one.step for one in timeline.steps(0)] == list(range(8, 15)) and not timeline.of(0, "transfer")
+    assert [one.step for one in timeline.steps(0)] == list(range(8, 15)) and not timeline.select_tracks(0, "transfer")
     assert seconds(timeline, 0, "lookup") > 0
     events = json.loads((tmp_path / "run/timeline.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
-    RunDir(tmp_path / "run").drop()
+    RunDir(tmp_path / "run").clear()
     assert not (tmp_path / "run/timeline.json").exists()
 
 
@@ -141,7 +143,7 @@ def clocks_apart(ahead_s: float) -> tuple[float, float]:
         if world.rank == 1:
             clocks.time = type("Ahead", (), {"perf_counter": staticmethod(lambda: real() + ahead_s)})  # type: ignore[attr-defined]
         clocks.clock_id = lambda: f"of rank {world.rank}"  # type: ignore[attr-defined]
-        found = clocks.rank_clocks(world)[1]
+        found = clocks.measure_rank_clocks(world)[1]
     finally:
         clocks.time, clocks.clock_id = time, known[1]  # type: ignore[attr-defined]
     return found.offset_s, found.error_s

@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 import meseta.comm.world as world_module
 from meseta.comm import World
-from meseta.comm.messages import ANNOUNCEMENTS
-from meseta.comm.sums import PIECE
+from meseta.comm.messages import ANNOUNCEMENT_TAG
+from meseta.comm.sums import CHUNK_ALIGNMENT
 from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import Pipeline
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
-from meseta.spec.codecs import SumPath, alike_shares, sum_shares
+from meseta.spec.codecs import AllReduceAlgorithm, all_reduce_traffic_factors, traffic_factors
 from meseta.spec.transfer import Transfer, step_transfers
-from meseta.telemetry.lines import TrainLine
-from meseta.train.setup.outline import make_outline
+from meseta.telemetry.metrics_file import TrainLine
+from meseta.train.setup.meta_model import make_meta_model
 from meseta.train.setup.workload import make_workload
 from meseta.train.trainer import Trainer
 from small_run import settings
@@ -71,19 +71,19 @@ class Counter:
 
     def __enter__(self) -> Counter:
         functions = {name: getattr(dist, name) for name in OPERATIONS}
-        self._before = functions | {"check": world_module.check_listed}
-        self._send, self._swap = vars(dist.ProcessGroup)["send"], world_module.swap
+        self._before = functions | {"check": world_module.check_known_collective}
+        self._send, self._swap = vars(dist.ProcessGroup)["send"], world_module.start_exchange
         for name in OPERATIONS:
             setattr(dist, name, partial(self._called, name))
         send = dist.ProcessGroup.send
         dist.ProcessGroup.send = lambda group, *arguments: self._sent(send, group, *arguments)
-        world_module.swap = self._swapped
-        world_module.check_listed = self._named
+        world_module.start_exchange = self._swapped
+        world_module.check_known_collective = self._named
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.ProcessGroup.send, world_module.swap = self._send, self._swap
-        world_module.check_listed = self._before.pop("check")
+        dist.ProcessGroup.send, world_module.start_exchange = self._send, self._swap
+        world_module.check_known_collective = self._before.pop("check")
         for name, function in self._before.items():
             setattr(dist, name, function)
 
@@ -96,7 +96,7 @@ class Counter:
         return self._swap(rank, peers, name, **options)
 
     def _sent(self, send: Any, group: Any, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        if tag != ANNOUNCEMENTS:
+        if tag != ANNOUNCEMENT_TAG:
             name = self._sending.name
             self.sent[name] = self.sent.get(name, 0.0) + sum(tensor.nbytes for tensor in tensors)
         return send(group, tensors, to, tag)
@@ -126,15 +126,15 @@ def count(plan: Any, optimizer: str, weighted: bool, pooling: str) -> Counted:
         (found.pooled.values.sum() + sum(rows)).backward()
     assert not counter.calls
     spans: dict[str, float] = {}
-    for one in embeddings.world.transfers.latest:
+    for one in embeddings.world.transfers.recent_spans:
         spans[one.name] = spans.get(one.name, 0.0) + one.inside_bytes + one.across_bytes
     names, sent, _ = counter.counted
-    assert sorted(one.name for one in embeddings.world.transfers.latest) == sorted(names)
+    assert sorted(one.name for one in embeddings.world.transfers.recent_spans) == sorted(names)
     assert spans == pytest.approx(sent, rel=1e-6, abs=BOUNDS)
     return counter.counted
 
 
-BOUNDS = 2 * 4 * PIECE * 8
+BOUNDS = 2 * 4 * CHUNK_ALIGNMENT * 8
 """Bytes of the pieces of a sum that some ranks have more than others, at most: there and back, of four ranks."""
 PLANS = {
     "table_wise": {
@@ -164,11 +164,11 @@ def check(ranks: RankPool, plan: Any, topology: Topology, optimizer: str, weight
     loads = {feature.name: FeatureLoad(pooling_factor=float(IDS)) for feature in features}
     work = Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH, loads=loads)
     found = predict(Plan.from_dict(plan, tables, topology.num_ranks), work, topology)
-    of_tables = [own for own in found.collectives if own.stage != "dense"]
+    of_tables = [own for own in found.collectives if own.component != "dense"]
     for rank, (names, sent, _) in enumerate(counted):
-        assert names == [own.name for own in of_tables for _ in range(own.times)]
+        assert names == [own.name for own in of_tables for _ in range(own.num_calls)]
         for own in of_tables:
-            predicted = float(own.sent_inside[rank] + own.sent_across[rank])
+            predicted = float(own.sent_intra_host[rank] + own.sent_inter_host[rank])
             # How many distinct rows some ids have is an expectation.
             rel = 1e-3 if pooling == "none" and own.name in ("answers", "whole bags") else 1e-6
             assert sent[own.name] == pytest.approx(predicted, rel=rel, abs=BOUNDS * (own.name == "replicas")), own.name
@@ -212,26 +212,28 @@ NUMBERS = 16_000
 """Of a buffer that is added."""
 
 
-def sums(path: SumPath, per_host: int) -> list[tuple[str, float, float, float]]:
+def sums(path: AllReduceAlgorithm, per_host: int) -> list[tuple[str, float, float, float]]:
     """Of a sum over all ranks and one over hosts: name, bytes counted, bytes inside and across by the span."""
-    world, found = replace(World.current().on_hosts(per_host), sum_path=path), []
-    for name, add in (("dense", world.start_all_reduce), ("gradients of hosts", world.start_add_over_hosts)):
+    world, found = replace(World.current().with_ranks_per_host(per_host), sum_algorithm=path), []
+    for name, add in (("dense", world.start_all_reduce), ("gradients of hosts", world.start_all_reduce_inter_host)):
         with Counter() as counter:
             add(torch.ones(NUMBERS), name).wait()
-        span = world.transfers.latest[-1]
-        found.append((name, counter.sent.get(name, 0.0), span.inside_bytes, span.across_bytes))
+        span = world.transfers.recent_spans[-1]
+        found.append((name, counter.sent.get(name, 0.0), span.intra_host_bytes, span.inter_host_bytes))
     return found
 
 
-@pytest.mark.parametrize("path", get_args(SumPath))
+@pytest.mark.parametrize("path", get_args(AllReduceAlgorithm))
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_sums_send_what_their_path_says(ranks: Callable[[int], RankPool], path: SumPath, per_host: int) -> None:
+def test_sums_send_what_their_path_says(
+    ranks: Callable[[int], RankPool], path: AllReduceAlgorithm, per_host: int
+) -> None:
     """Of each rank, the ends of a chain and those between: what is counted, and what spans say of both levels."""
     for rank, ((_, *of_all), (_, *of_hosts)) in enumerate(ranks(4).run(sums, path, per_host)):
-        near, far = sum_shares(path, 4, per_host, rank // per_host)
+        near, far = all_reduce_traffic_factors(path, 4, per_host, rank // per_host)
         whole = 4.0 * NUMBERS
         assert of_all == pytest.approx([(near + far) * whole, near * whole, far * whole], abs=BOUNDS)
-        _, far = alike_shares("hosts chain" if path == "chain" else "hosts sum", 4, per_host, rank // per_host)
+        _, far = traffic_factors("hosts chain" if path == "chain" else "hosts sum", 4, per_host, rank // per_host)
         assert of_hosts == pytest.approx([far * whole, 0.0, far * whole], abs=BOUNDS)
 
 
@@ -239,25 +241,25 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     """What is counted in the first step of a run, what is listed of it, and how often its line says that each was
     done."""
     trainer = Trainer(RunConfig.model_validate(document), World.current())
-    embeddings, counter, run = trainer.model.embeddings, Counter(), Pipeline._train
-    per_host = embeddings.plan.per_host
+    embeddings, counter, run = trainer.model.embeddings, Counter(), Pipeline._train_step
+    per_host = embeddings.plan.ranks_per_host
     specs = embeddings.tables, embeddings.features
-    outline = make_outline(trainer.config, trainer.dataset, EmbeddingBagCollection(*specs))
+    outline = make_meta_model(trainer.config, trainer.dataset, EmbeddingBagCollection(*specs))
     work = make_workload(trainer.config, trainer.dataset, *specs, outline)
     listed = step_transfers(work, embeddings.plan, trainer.world.size, per_host)
 
     def first(self: Pipeline, *arguments: Any) -> Any:
-        Pipeline._train = run  # type: ignore[method-assign]
+        Pipeline._train_step = run  # type: ignore[method-assign]
         with counter:
             result = run(self, *arguments)
-            self.settle()
+            self.synchronize()
             return result
 
-    Pipeline._train = first  # type: ignore[method-assign]
+    Pipeline._train_step = first  # type: ignore[method-assign]
     try:
         trainer.run()
     finally:
-        Pipeline._train = run  # type: ignore[method-assign]
+        Pipeline._train_step = run  # type: ignore[method-assign]
     [line, *_] = [one for one in trainer.run_dir.lines() if isinstance(one, TrainLine)]
     said = {name: one.num_times for name, one in line.transfers.items()}
     return counter.counted, listed, said
@@ -294,9 +296,9 @@ def test_a_whole_step_sends_what_is_listed(
         assert list(dict.fromkeys(names)) == order
         assert {n: names.count(n) for n in order} == {n: sum(t.times for t in named if t.name == n) for n in order}
         assert said == {n: float(names.count(n)) for n in order}
-        for of_dense in {own.name for own in named if not own.is_of_tables}:
+        for of_dense in {own.name for own in named if not own.depends_on_plan}:
             parts = [part for own in named if own.name == of_dense for part in own.parts]
-            expected = sum(sum(alike_shares(part.way, size, 2)) * part.num_bytes for part in parts)
+            expected = sum(sum(traffic_factors(part.collective, size, 2)) * part.num_bytes for part in parts)
             num_sums = sum(own.name == of_dense for own in named)
             assert sent[of_dense] == pytest.approx(expected, abs=BOUNDS * num_sums), of_dense
         by_torch = [own for own in listed if own.name in OF_TORCH]

@@ -22,7 +22,7 @@ from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
 from meseta.train.evaluate import evaluate
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from small_run import (
     REAL_ROWS,
@@ -257,7 +257,7 @@ class Killed(Exception):
 
 def train_until(document: dict[str, Any], when: int) -> None:
     """Run on every rank: end after step `when`, wherever windows and checkpoints are."""
-    step = Pipeline._train
+    step = Pipeline._train_step
 
     def die(self: Pipeline, *arguments: Any) -> Any:
         result = step(self, *arguments)
@@ -265,12 +265,12 @@ def train_until(document: dict[str, Any], when: int) -> None:
             raise Killed
         return result
 
-    Pipeline._train = die  # type: ignore[method-assign]
+    Pipeline._train_step = die  # type: ignore[method-assign]
     try:
         with pytest.raises(Killed):
             train(document)
     finally:
-        Pipeline._train = step  # type: ignore[method-assign]
+        Pipeline._train_step = step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("size", "when"), [(2, 11), pytest.param(4, 17, marks=pytest.mark.soak)])

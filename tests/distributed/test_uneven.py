@@ -19,11 +19,11 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.data.position import Position
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.embedding.flight import UNEVEN
+from meseta.embedding.batch_context import UNEVEN_POLICIES
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
 from meseta.models import DLRM, MLPOptions
 from meseta.pipeline import uneven as uneven_module
-from meseta.pipeline.uneven import without_samples
+from meseta.pipeline.uneven import make_empty_batch
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
 
@@ -166,14 +166,17 @@ def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, siz
 
 def endless() -> str:
     """What is said where rank 1 has batches without end."""
-    world, said, before = World.current(), io.StringIO(), uneven_module.COUNT_S
+    world, said, before = World.current(), io.StringIO(), uneven_module.COUNT_TIMEOUT_S
     model, [batch] = make_model(world), batches_of(world.rank, ((2,), (2,)), 1)
-    uneven_module.COUNT_S = 0.01
+    uneven_module.COUNT_TIMEOUT_S = 0.01
     try:
         with redirect_stderr(said):
-            train(model, meseta.ahead(repeat(batch, 3) if world.rank == 0 else cycle([batch]), model, uneven="drop"))
+            train(
+                model,
+                meseta.ahead(repeat(batch, 3) if world.rank == 0 else cycle([batch]), model, uneven="drop"),
+            )
     finally:
-        uneven_module.COUNT_S = before
+        uneven_module.COUNT_TIMEOUT_S = before
     return said.getvalue()
 
 
@@ -228,7 +231,7 @@ def passed_over(how: str) -> tuple[int, str, bool]:
         for batch in loop:
             came += 1
             if came == 2:
-                model.embeddings.look_up(batch.sparse)
+                model.embeddings.lookup(batch.sparse)
                 if how == "left":
                     break
                 continue
@@ -250,7 +253,7 @@ def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size:
     assert ranks(size).run(passed_over, "left") == [(2, "nothing", True)] * size
 
 
-@pytest.mark.parametrize("uneven", UNEVEN)
+@pytest.mark.parametrize("uneven", UNEVEN_POLICIES)
 def test_one_process_ends_with_its_batches(uneven: str) -> None:
     plain, ahead = make_model(World.single()), make_model(World.single())
     slices = ((3, 0, 2),)
@@ -287,7 +290,7 @@ def test_a_batch_without_samples_is_like_the_one_it_is_made_of() -> None:
     parts = {"pair": Pair(torch.ones(2, 5), "name"), "list": [torch.ones(2)], "of all": torch.ones(3), "number": 4}
     parts |= {"bags": JaggedTensor(torch.ones(3, 2), torch.tensor([1, 2])), "ids": sparse, "scalar": torch.tensor(2)}
     batch = OwnBatch(sparse, torch.ones(2, 7, dtype=torch.int32), parts)
-    empty = without_samples(batch, sparse.batch_sizes)
+    empty = make_empty_batch(batch, sparse.batch_sizes)
     assert empty.x.shape == (0, 7) and empty.x.dtype == torch.int32 and batch.x.shape == (2, 7)
     assert empty.parts["pair"].one.shape == (0, 5) and empty.parts["pair"].other == "name"
     assert empty.parts["list"][0].shape == (0,) and empty.parts["of all"].shape == (3,) and empty.parts["number"] == 4
@@ -296,7 +299,7 @@ def test_a_batch_without_samples_is_like_the_one_it_is_made_of() -> None:
     assert empty.parts["scalar"] == 2
     slotted = Slotted()
     slotted.x = torch.ones(2, 3)
-    assert without_samples(slotted, (2,)).x.shape == (0, 3)
+    assert make_empty_batch(slotted, (2,)).x.shape == (0, 3)
     of_reader = Batch(torch.ones(2, 1), sparse, torch.ones(2), num_padding=1, position=Position(0, 7))
-    last = without_samples(of_reader, sparse.batch_sizes)
+    last = make_empty_batch(of_reader, sparse.batch_sizes)
     assert (last.batch_size, last.num_padding, last.position) == (0, 0, Position(0, 7))

@@ -12,9 +12,9 @@ import pytest
 from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.spec import MesetaError
-from meseta.train.outside.dense_export import export_dense
+from meseta.train.interop.dense_export import export_dense
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import metrics, settings, train
 
 from .pool import RankPool

@@ -17,7 +17,7 @@ from meseta.config import RunConfig
 from meseta.embedding import ShardedEmbeddingBagCollection
 from meseta.spec import MesetaError
 from meseta.train.verify import Verification, compare, record, steps
-from meseta.train.verify.rules import Rule, broken, largest_difference
+from meseta.train.verify.rules import ToleranceRule, find_violations, max_difference
 from small_run import settings, write_config
 
 from .pool import RankPool
@@ -43,11 +43,11 @@ def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: s
     """Run on every rank: what `meseta verify` starts there, with a fault on rank 1."""
     world, run_steps, lr = World.current(), steps.run_steps, ShardedEmbeddingBagCollection.lr
 
-    def with_fault(config: RunConfig, world: World, phase: str, *args: Any) -> Iterator[steps.StepResult]:
+    def with_fault(config: RunConfig, world: World, phase: str, *args: Any) -> Iterator[steps.RecordedStep]:
         for result in run_steps(config, world, phase, *args):
             if world.rank == 1 and fault is not None and {"phase": phase, "step": result.number} == AT:
                 shard = next(s for s in result.shards if s.spec.name == "item")
-                touched = set(result.touched["item"].tolist())
+                touched = set(result.touched_rows["item"].tolist())
                 rows = [r for r in range(40) if (r in touched) == (fault != "stray")]
                 if fault in ("row", "stray"):
                     shard.weight[rows[1], 3] += 0.001
@@ -112,23 +112,23 @@ def test_right_runs_are_equal(
     ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int, bound: float
 ) -> None:
     found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", size=size)
-    assert found.first is None
+    assert found.first_mismatch is None
     for phase in ("embedding", "training"):
         assert set(found.tables[phase]) == {"user", "item", "city", "tags"}
-        assert all(result.rows <= bound for result in found.tables[phase].values())
+        assert all(result.max_row_difference <= bound for result in found.tables[phase].values())
     item = found.tables["embedding"]["item"]
-    assert item.rule == Rule("bits") and item.rows == item.states == 0.0
+    assert item.rule == ToleranceRule("bits") and item.max_row_difference == item.max_state_difference == 0.0
 
 
 def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
     found = verify(ranks, document, tmp_path / "records", fault="row")
     row = touched_by(document, "item", 2)[1]
-    first = found.first
+    first = found.first_mismatch
     assert first is not None and (first.phase, first.step) == ("training", 2)
     assert (first.table, first.row, first.column, first.rank) == ("item", row, 16 + 3, 1)
     assert first.values[0] - first.values[1] == pytest.approx(0.001, abs=1e-6)
-    assert found.tables["training"]["item"].rows == pytest.approx(0.001, abs=1e-5)
+    assert found.tables["training"]["item"].max_row_difference == pytest.approx(0.001, abs=1e-5)
     assert str(first).startswith(f"step 2 (training): table 'item', row {row:,}, column 19, is ")
 
 
@@ -142,8 +142,10 @@ def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: s
     }
     changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}
     found = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", size=size)
-    assert found.first is None
-    assert all(result.rows == result.states == 0.0 for result in found.tables["embedding"].values())
+    assert found.first_mismatch is None
+    assert all(
+        result.max_row_difference == result.max_state_difference == 0.0 for result in found.tables["embedding"].values()
+    )
 
 
 @pytest.mark.parametrize("tier", ["hbm", "disk"])
@@ -152,8 +154,8 @@ def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path,
     plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
     storage = {"storage__dir": str(tmp_path / "scratch"), "storage__near_bytes": 1 << 20}
     document = settings(tiny, tmp_path / "run", **WIDE, **storage, plan=plan)
-    first = verify(ranks, document, tmp_path / "records", fault="optimizer").first
-    assert first is not None and (first.phase, first.step, first.rule) == ("embedding", 3, Rule("bits"))
+    first = verify(ranks, document, tmp_path / "records", fault="optimizer").first_mismatch
+    assert first is not None and (first.phase, first.step, first.rule) == ("embedding", 3, ToleranceRule("bits"))
     assert (first.table, first.column // 16, first.rank) == ("city", 1, 1)
     assert first.row == touched_by(document, "city", 3)[0]
 
@@ -167,9 +169,9 @@ def test_what_moves_beside_touched_rows(
     document = settings(tiny, tmp_path / "run", **WIDE, plan=plan)
     document["train"]["batch_size"] = 9  # so that rows are left that nothing reads
     document["train"]["epochs"] = 1
-    first = verify(ranks, document, tmp_path / "records", fault=fault).first
+    first = verify(ranks, document, tmp_path / "records", fault=fault).first_mismatch
     assert first is not None and (first.phase, first.step, first.table, first.rank) == ("training", step, "item", 1)
-    assert what in first.what
+    assert what in first.description
 
 
 def test_rules() -> None:
@@ -178,12 +180,18 @@ def test_rules() -> None:
     up = torch.tensor([torch.nextafter(v, torch.tensor(torch.inf, dtype=torch.float16)) for v in values])
     up = up.to(torch.float16)
     for other, wrong in ((values, False), (up, False), (values + values.abs() * 0.01 + 1e-3, True)):
-        assert broken(Rule("neighbours"), other, values, torch.zeros(6), False).any() == wrong
+        assert find_violations(ToleranceRule("neighbours"), other, values, torch.zeros(6), False).any() == wrong
     nan, one = torch.tensor([torch.nan, torch.nan, torch.inf]), torch.tensor([torch.nan, 1.0, torch.inf])
-    largest, difference = largest_difference(nan, one)
+    largest, difference = max_difference(nan, one)
     assert largest == torch.inf and difference.tolist() == [0.0, torch.inf, 0.0]
-    assert broken(Rule("tolerance", 1e-5), nan, one, difference, False).tolist() == [False, True, False]
-    assert broken(Rule("bits"), torch.tensor([0.0]), torch.tensor([-0.0]), torch.zeros(1), False).all()
+    assert find_violations(ToleranceRule("tolerance", 1e-5), nan, one, difference, False).tolist() == [
+        False,
+        True,
+        False,
+    ]
+    assert find_violations(
+        ToleranceRule("bits"), torch.tensor([0.0]), torch.tensor([-0.0]), torch.zeros(1), False
+    ).all()
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -215,7 +223,7 @@ def test_the_command(
         return 0
 
     monkeypatch.setattr(command, "run_ranks", start)
-    monkeypatch.setattr(command, "become_module", lambda _, words: sys.exit(call(monkeypatch, *words[1:])))
+    monkeypatch.setattr(command, "exec_module", lambda _, words: sys.exit(call(monkeypatch, *words[1:])))
     assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 3) == code
     out = capsys.readouterr().out
     assert [own[:2] for own in given] == [["verify", str(path)]] * len(faults)

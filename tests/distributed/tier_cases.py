@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from covering import Setting, covering
 from meseta import checkpoint
-from meseta.checkpoint.background import copied
-from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.background import copy_shards
+from meseta.checkpoint.delta_tracker import DeltaTracker
 from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.data.batch import Batch
@@ -57,8 +57,8 @@ AXES: dict[str, Sequence[Any]] = {
     "threads": [1, 2],
     "deltas": ["one_shot", "consecutive", "intermittent", "rolling"],
 }
-"""`batches_near`: as many rows lie near as these batches look up at most; `parts`: micro-batches of a step; `deltas`:
-what the checkpoints of a run are whose rows lie far, where those of the other one are whole."""
+"""`num_cached_batches`: as many rows lie near as these batches look up at most; `parts`: micro-batches of a step;
+`deltas`: what the checkpoints of a run are whose rows lie far, where those of the other one are whole."""
 ON_ONE_RANK = {"sharding": str(ALONE), "overlap": "off", "precision": "fp32", "exchange": "flat"}
 """Where nothing is cut and nothing sent."""
 
@@ -105,11 +105,11 @@ class Towers(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) / 8)
 
-    def before(self, dense: Tensor) -> tuple[Tensor]:
+    def forward_dense(self, dense: Tensor) -> tuple[Tensor]:
         return (torch.tanh(self.bottom(dense.to(self.bottom.weight.dtype))),)
 
     def score(self, dense: Any, pooled: Tensor) -> Tensor:
-        (x,) = dense if isinstance(dense, tuple) else self.before(dense)
+        (x,) = dense if isinstance(dense, tuple) else self.forward_dense(dense)
         return self.top(torch.cat([x, pooled], dim=1)).squeeze(1)
 
 
@@ -171,7 +171,7 @@ def global_batch(number: int, dtype: str, is_weighted: bool) -> Batch:
 
 
 def plan_of(cell: dict[str, Any], tables: list[TableSpec], tier: str) -> Plan:
-    """On hosts of two ranks. Near rows of each piece are those of `batches_near` batches one after the other."""
+    """On hosts of two ranks. Near rows of each piece are those of `num_cached_batches` batches one after the other."""
     entries: dict[str, Any] = {table.name: {"sharding": cell["sharding"]} for table in tables}
     document = {"devices_per_host": min(cell["ranks"], 2), "exchange": cell["exchange"], "tables": entries}
     plan = Plan.from_dict(document, tables, cell["ranks"])
@@ -181,7 +181,7 @@ def plan_of(cell: dict[str, Any], tables: list[TableSpec], tier: str) -> Plan:
     for entry in plan.tables:
         asked = _rows_asked(entry.table)
         near = [max(_num_within(one.rows, asked, cell["batches_near"]), 1) for one in entry.shards]
-        shards = [replace(one, tier=tier, near_rows=count) for one, count in zip(entry.shards, near, strict=True)]
+        shards = [replace(one, tier=tier, cache_rows=count) for one, count in zip(entry.shards, near, strict=True)]
         placed.append(replace(entry, shards=tuple(shards)))
     return replace(plan, tables=tuple(placed))
 
@@ -234,17 +234,17 @@ def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     shards = model.embeddings.shards
     parent = folder / ("resident" if is_resident else "tiered")
     saving = model.embeddings.world if world.size > 1 else world
-    changes = ChangedRows(parent, saving, "none" if is_resident else cell["deltas"], MAX_CHAIN)
+    changes = DeltaTracker(parent, saving, "none" if is_resident else cell["deltas"], MAX_CHAIN)
     steps, checksums = [], []
     for before, after in pairwise((0, *SAVED_AFTER)):
         steps += [(step.loss, step.logits) for step in pipeline.steps(slices(cell, world, before, after))]
-        base, rows = changes.take(before, shards)
+        base, rows = changes.begin_save(before, shards)
         path = checkpoint.save(
             parent,
             world=saving,
             step=after,
             plan=model.embeddings.plan,
-            shards=shards if rows is None else copied(shards, rows),
+            shards=shards if rows is None else copy_shards(shards, rows),
             dense={name: value.detach() for name, value in model.state_dict().items()},
             state={},
             options=checkpoint.SaveOptions(base=base),
@@ -253,7 +253,7 @@ def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     for piece in shards if is_resident else ():
         asked = sorted(frozenset[int]().union(*_rows_asked(piece.spec.name)) if cell["optimizer"] != "frozen" else ())
         changed = [row - piece.shard.rows[0] for row in asked if piece.shard.rows[0] <= row < piece.shard.rows[1]]
-        assert piece.changed_rows(Consumer.CHECKPOINTS).tolist() == changed
+        assert piece.take_changed_rows(Consumer.CHECKPOINTS).tolist() == changed
     dense = {name: value.detach() for name, value in model.state_dict().items()}
     tensors = [*(logits for _, logits in steps), *dense.values()]
     tensors += [value for piece in shards for value in piece.read(0, piece.shard.num_rows).values()]

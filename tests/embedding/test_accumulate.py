@@ -78,7 +78,7 @@ def test_parts_equal_the_whole_batch_bit_for_bit(spec: OptimizerSpec, dtype: str
         before = [tensor.clone() for tensor in state_of(parts)]
         *first, last = split_batch(data, num_parts)
         for part in first:
-            with parts.accumulating():
+            with parts.accumulate_gradients():
                 given_loss(parts(part.sparse), part).backward()
         assert all(torch.equal(a, b) for a, b in zip(before, state_of(parts), strict=True))
         given_loss(parts(last.sparse), last).backward()
@@ -89,9 +89,9 @@ def test_parts_equal_the_whole_batch_bit_for_bit(spec: OptimizerSpec, dtype: str
 def test_what_was_kept_can_be_forgotten() -> None:
     ours, plain = make(OPTIMIZERS[0], "float32"), make(OPTIMIZERS[0], "float32")
     data = batch(0)
-    with ours.accumulating():
+    with ours.accumulate_gradients():
         given_loss(ours(data.sparse), data).backward()
-    ours.forget_kept()
+    ours.discard_accumulated()
     for collection in (ours, plain):
         given_loss(collection(data.sparse), data).backward()
     assert all(torch.equal(a, b) for a, b in zip(state_of(ours), state_of(plain), strict=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta.embedding.update import Contribution, sum_contributions, update_rows
+from meseta.embedding.update import GradientContribution, sum_contributions, update_rows
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import TableRows
 from meseta.optim import make_row_optimizer
@@ -84,7 +84,7 @@ def test_column_shards_meet_by_row(case: dict[str, Any]) -> None:
                 sum_contributions(
                     shard,
                     [
-                        Contribution(
+                        GradientContribution(
                             place[k][ids], samples, gradient[:, slice(*CUTS[k])], samples if case["pooled"] else source
                         )
                     ],

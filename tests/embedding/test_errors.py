@@ -44,11 +44,11 @@ def test_a_refused_batch_changes_no_row() -> None:
 def test_policies_count_what_they_change() -> None:
     features = [FeatureSpec(name=p, table="item", id_policy=p) for p in ("drop", "clamp", "hash", "error")]
     ours = EmbeddingBagCollection([TABLE], features)
-    assert ours.num_outside is None
+    assert ours.num_out_of_range is None
     bags = {"drop": [[1, 50], [-1]], "clamp": [[50], [-1]], "hash": [[3], [50]], "error": [[0], [9]]}
     for _ in range(2):
         out = ours(KeyedJaggedTensor.from_lists(bags))
-    assert ours.num_outside is not None and ours.num_outside.tolist() == [4, 4, 2, 0]
+    assert ours.num_out_of_range is not None and ours.num_out_of_range.tolist() == [4, 4, 2, 0]
     rows = ours.shards[0].weight
     assert torch.equal(out["drop"], torch.stack([rows[1], torch.zeros(4)]))
     assert torch.equal(out["clamp"], rows[[9, 0]])

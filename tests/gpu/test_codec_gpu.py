@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from codec_cases import NAMES, check_decode, decode_case, make_case, same_as_reference
-from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns
+from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns
 from meseta.spec.codecs import CODECS
 from sampling import product, sample
 from triton_cases import no_wait
@@ -37,10 +37,10 @@ def call(name: str, drawn: bool = False) -> tuple[Any, torch.Tensor, torch.Tenso
     values, back = torch.randn(4096, 1664, device="cuda"), torch.zeros(4096, 1664, device="cuda")
     codes = torch.zeros(4096, codec.row_bytes(pieces), dtype=torch.uint8, device="cuda")
     half = HalfRange(0, torch.zeros(1, dtype=torch.int64, device="cuda"))
-    rounding = Rounding(tuple(range(26)), (0,) * 26, 0) if drawn else None
+    rounding = StochasticRounding(tuple(range(26)), (0,) * 26, 0) if drawn else None
 
     def run() -> None:
-        encode_columns(codes, [values], whole, codec, pieces, rounding=rounding, half=half)
+        encode_columns(codes, [values], whole, codec, pieces, rounding=rounding, half_range=half)
         decode_columns(back, [codes], whole, codec, [pieces])
 
     return run, values, codes, back

@@ -110,7 +110,7 @@ def test_training_equals_the_cpu(optimizer: str, dtype: str, atol: float, monkey
     monkeypatch.undo()
     got = EmbeddingBagCollection(tables(optimizer, dtype), FEATURES, seed=2, device=DEVICE)
     close(train(got, DEVICE), expected, atol)
-    assert got.num_outside is not None and (got.num_outside[[0, 1, 3]] > 0).all()
+    assert got.num_out_of_range is not None and (got.num_out_of_range[[0, 1, 3]] > 0).all()
 
 
 @gpu

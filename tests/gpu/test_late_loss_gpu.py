@@ -68,7 +68,7 @@ def make(rows: str, dtype: str, dense: str, accumulate_steps: int = 1) -> Pipeli
     config = DenseOptimizerConfig(name=dense, lr=0.02)  # type: ignore[arg-type]
     optimizer = make_dense_optimizer(config, model.parameters())
     pipeline = Pipeline(model, optimizer, World.single(DEVICE), accumulate_steps=accumulate_steps)
-    pipeline.learns_late = True
+    pipeline.defers_loss_check = True
     return pipeline
 
 
@@ -88,7 +88,7 @@ def test_a_loss_that_is_no_number_leaves_every_bit(case: dict[str, Any], settled
         for _ in pipeline.steps(iter(given)):
             done += 1
             if settled:
-                pipeline.settle()
+                pipeline.synchronize()
     mine, other = learned(pipeline), learned(before)
     assert mine.keys() == other.keys()
     assert [name for name in mine if not torch.equal(mine[name], other[name])] == []

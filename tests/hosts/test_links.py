@@ -45,7 +45,7 @@ def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
     shape = shapes.training(64)
     plan = shapes.plan(shape, Variant(sharding=sharding, exchange="two_level"), layout)
     tables, _ = shapes.specs(shape)
-    assert plan.is_two_level and plan.dense_exchange == "twins"
+    assert plan.is_hierarchical and plan.dense_exchange == "twins"
     held = np.zeros(layout.hosts)
     for table, entry in zip(tables, plan.tables, strict=True):
         for shard in entry.shards:

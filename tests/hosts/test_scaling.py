@@ -11,7 +11,7 @@ from bench_scaling import NUM_LINKS, Bench, links, tier
 
 from hosts import bits_per_s, why_impossible
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.read.served.reader import Run, ServedReader, Service
+from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
 from readers.tier import digest
 
 NO_LINKS = why_impossible() or ("links are entered by root alone" if os.geteuid() else None)
@@ -27,7 +27,7 @@ def test_two_readers_take_what_two_links_give(tmp_path: Path) -> None:
     assert bits_per_s(bench.rate()) == pytest.approx(BITS_PER_S, rel=1e-3)
     options = ReaderOptions(batch_size=1000, shuffle=True, window_rows=8192)
     with links(bench) as (hosts, variables), tier(bench, variables, NUM_READERS, NUM_READERS) as (url, _):
-        reader = ServedReader(Service(url=url), "train", options, run=Run(name="small", attempt=0))
+        reader = ServedReader(ReaderServiceAddress(url=url), "train", options, run=RunAttempt(name="small", attempt=0))
         before, begin_s = hosts.traffic(), time.monotonic()
         served = [digest(batch) for batch in reader.epoch()]
         seconds = time.monotonic() - begin_s

@@ -19,12 +19,12 @@ HEAVY_BY_MODULE = {
     "meseta.spec": HEAVY,
     "meseta.config": HEAVY,
     "meseta.planner": {"torch", "pyarrow"},  # it reckons in arrays
-    "meseta.measure.doctor.examine": HEAVY,
-    "meseta.data.read.cut": {"torch"},
+    "meseta.measure.doctor.checks": HEAVY,
+    "meseta.data.read.slicing": {"torch"},
     "meseta.data.synth": {"torch"},
     "meseta.data.read.decode": {"torch"},
-    "meseta.readers.dispatching": {"torch"},
-    "meseta.readers.reading": {"torch"},
+    "meseta.readers.dispatch_server": {"torch"},
+    "meseta.readers.window_reader": {"torch"},
 }
 
 

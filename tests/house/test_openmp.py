@@ -22,7 +22,7 @@ print(json.dumps(sorted(name for name in files if re.search(r"/lib(gomp|omp|iomp
 """
 TRAIN = """
 import sys
-from meseta.cli.eager import NAME
+from meseta.cli.lazy_dynamo import NAME
 from meseta.cli.main import main
 try:
     main()

@@ -13,25 +13,28 @@ PUBLIC = {
         OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ ahead make_plan shard
     """,
     "meseta.checkpoint": """
-        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary WriteRate compact compare export fetch
-        find_checkpoint latest list_checkpoints load newest offer_older prune save summarize verify
+        CheckpointDifference CheckpointSummary DamagedCheckpoint LoadedCheckpoint Mirror SaveOptions WriteRateLimiter
+        compact compare export fallback_checkpoint_error fetch find_checkpoint latest_complete list_checkpoints load
+        newest prune save summarize verify
     """,
-    "meseta.comm": "BatchSlice DenseGradients Pending Scope Totals World abandon",
+    "meseta.comm": "BatchSlice BatchTotals DenseGradients ExchangeScope PendingCollective World retain_until_exit",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
-        ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
-        check_document load_config read_document set_default
+        ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig load_config read_config_document
+        set_default validate_document
     """,
     "meseta.config.models": """
-        MODEL_NAMES LayeredModelConfig ModelConfig OwnModelConfig VectorModelConfig model_sections section_class
+        MODEL_NAMES LayeredModelConfig ModelConfig CustomModelConfig VectorModelConfig model_sections section_class
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
     "meseta.data.parse_tsv": "parse_tsv",
-    "meseta.data.prepare": "PrepareOptions Progress find_teacher for_training load_prepared prepare read_layout",
+    "meseta.data.prepare": """
+        PrepareOptions Progress find_teacher load_prepared prepare read_layout with_training_defaults
+    """,
     "meseta.data.synth": """
-        CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS DENSE_SHIFTED DENSE_SPREAD LogRows MAX_COUNT
-        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE PlantedProduct SynthOptions SynthWorld WORLDS
+        CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS SHIFTED_DENSE_FEATURE DENSE_SPREAD LogRows MAX_COUNT
+        MISSING_DENSE MISSING_SPARSE MISSING_COUNT NUM_DENSE NUM_SPARSE PlantedProduct SynthOptions SynthWorld WORLDS
         ZIPF_EXPONENTS ZIPF_SHIFT category_codes encode_tsv find_world write_click_log zipf_probabilities zipf_ranks
     """,
     "meseta.data.synth.worlds": "PlantedProduct SynthWorld WORLDS find_world planted_sum",
@@ -43,25 +46,26 @@ PUBLIC = {
         LogisticRegression MLP MLPOptions MMoE MaskNet MaskShape StreamShape WideDeep Wukong WukongShape XDeepFM
         fill_glorot make_model
     """,
-    "meseta.ops.row_file": "DiskEngine EngineFacts FrozenRows RowFile RowFileCounters RowRead engine_facts",
+    "meseta.ops.row_file": "DiskEngine EngineInfo RowFileSnapshot RowFile RowFileCounters PendingRowRead probe_engine",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
-    "meseta.pipeline": "Pipeline StageTimes Step ahead",
+    "meseta.pipeline": "Pipeline StageTimes StepResult ahead",
     "meseta.planner": """
-        COMPONENTS DoesNotFitError Planned Prediction choose_ways documented_cost_model find_plan make_plan predict
+        STEP_COMPONENTS DoesNotFitError PlanResult Prediction choose_exchange_algorithms documented_cost_model find_plan
+        make_plan predict
     """,
     "meseta.spec": """
         COLUMN_BLOCK Communication CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link
         MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload
-        check_features nearest
+        check_features suggest
     """,
     "meseta.storage": """
-        ROW Lease NearRowsTaken SelectedRows TableShard TableStorage TieredShard as_stored make_storages
+        ROW Lease CacheCapacityError SelectedRows TableShard TableStorage TieredShard as_stored make_storages
     """,
     "meseta.train.metrics": """
-        NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
+        NUM_RELIABILITY_BINS BinnedAuc GroupedMetric LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg
-        logloss normalized_entropy pr_auc regret reliability_curve segments_of task_figures
+        logloss normalized_entropy pr_auc regret reliability_curve segment_metrics task_metrics
     """,
     "meseta.report": "write_report",
     "meseta.train.verify": "Mismatch Verification compare record",

@@ -175,7 +175,7 @@ def test_other_errors_are_named() -> None:
 def test_single_ids_are_bags_of_one(keys: list[str], batch_size: int) -> None:
     values = torch.arange(len(keys) * batch_size)
     one, whole = (
-        KeyedJaggedTensor.of_single_ids(keys, values),
+        KeyedJaggedTensor.from_single_ids(keys, values),
         KeyedJaggedTensor(
             keys=tuple(keys), values=values, lengths=torch.ones_like(values), batch_sizes=(batch_size,) * len(keys)
         ),
@@ -187,5 +187,5 @@ def test_single_ids_are_bags_of_one(keys: list[str], batch_size: int) -> None:
 
 @pytest.mark.parametrize("values", [torch.arange(5), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4)])
 def test_single_ids_that_fit_no_keys(values: Tensor) -> None:
-    with pytest.raises(MesetaError, match=r"of_single_ids: .*give int32 or int64 \[2 \* B\]"):
-        KeyedJaggedTensor.of_single_ids(("a", "b"), values)
+    with pytest.raises(MesetaError, match=r"from_single_ids: .*give int32 or int64 \[2 \* B\]"):
+        KeyedJaggedTensor.from_single_ids(("a", "b"), values)

@@ -4,10 +4,10 @@ import os
 import time
 from typing import Any
 
-from meseta.measure.contest.contender import Contender
+from meseta.measure.harness.target import BenchmarkTarget
 
 
-class Sleeper(Contender):
+class Sleeper(BenchmarkTarget):
     def __init__(self, milliseconds: float, fails: str = "") -> None:
         super().__init__()
         print("noise on standard output")

@@ -20,13 +20,13 @@ from balance.baselines import (
     whole_tables,
 )
 from balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
-from balance.shares import Cost, RankShare, judge, shares_of, why_too_large
+from balance.shares import Cost, DeviceShards, judge, shares_of, why_too_large
 
 from meseta.measure.calibrate.rank_timer import RankTimer
-from meseta.measure.calibrate.tasks import Task, TaskTable, random_task
+from meseta.measure.calibrate.tasks import ShardingTask, TaskTable, random_task
 from meseta.planner import documented_cost_model, find_plan, predict
 from meseta.planner.search.assignment import Assignment
-from meseta.planner.search.problem import Problem
+from meseta.planner.search.problem import PlacementProblem
 from meseta.spec import MesetaError, Plan, Topology, Workload
 
 MODEL = documented_cost_model("cpu")
@@ -34,9 +34,12 @@ FOUR = Topology(devices_per_host=4, hbm_bytes=4_000_000_000)
 ROOMY = [seed for seed in range(40) if 3e9 < random_task(seed).num_bytes < 5e9][:2]
 
 
-def some_tables(rows: Sequence[int], dims: Sequence[int], pooling: float = 4.0) -> Task:
-    tables = [TaskTable(num_rows=n, dim=d, pooling=pooling, distribution=0) for n, d in zip(rows, dims, strict=True)]
-    return Task(seed=1, tables=tuple(tables))
+def some_tables(rows: Sequence[int], dims: Sequence[int], pooling: float = 4.0) -> ShardingTask:
+    tables = [
+        TaskTable(num_rows=n, dim=d, pooling_factor=pooling, distribution_index=0)
+        for n, d in zip(rows, dims, strict=True)
+    ]
+    return ShardingTask(seed=1, tables=tuple(tables))
 
 
 def plan_of(workload: Workload, document: dict[str, object], num_ranks: int = 4) -> Plan:
@@ -51,7 +54,7 @@ def test_hands_hold_every_table_exactly_once() -> None:
         cells = [np.zeros((table.num_rows, table.dim), int) for table in task.tables]
         shares = shares_of(plan, task.workload())
         assert len(shares) == 4 and len({share.replicas for share in shares}) == 1
-        for t, rows, columns in [piece for share in shares for piece in share.pieces] + list(shares[0].replicas):
+        for t, rows, columns in [piece for share in shares for piece in share.shards] + list(shares[0].replicas):
             cells[t][slice(*rows), slice(*columns)] += 1
         assert all((own == 1).all() for own in cells)
     assert shares_of(plans[0], task.workload())[2].replicas == ((2, (0, 300), (0, 8)),)
@@ -98,7 +101,7 @@ def test_greedy_follows_its_key_and_the_room() -> None:
     assert ranks_of(whole_tables(workload, small, MODEL), dims(workload)) == [1, 0, 0, 1]
 
 
-def ranks_of(problem: Problem, key: np.ndarray) -> list[int]:
+def ranks_of(problem: PlacementProblem, key: np.ndarray) -> list[int]:
     assignment = place_by_key(problem, key)
     assert assignment is not None
     return [int(own[0]) for own in assignment.ranks]
@@ -133,7 +136,7 @@ def test_differencing_of_the_textbook() -> None:
     assert longest_of(place_by_seconds(weighted(problem, np.array(seconds))), seconds) == 16.0
 
 
-def weighted(problem: Problem, seconds: np.ndarray) -> Problem:
+def weighted(problem: PlacementProblem, seconds: np.ndarray) -> PlacementProblem:
     """The same with other seconds of each table."""
     given = np.zeros_like(problem.options.seconds)
     given[:, 0] = seconds
@@ -146,12 +149,12 @@ def test_a_cost_is_put_together_from_hands() -> None:
     apart = {f"t{n}": {"sharding": "table_wise", "ranks": [n]} for n in range(3)}
     joined = {**apart, "t2": {"sharding": "table_wise", "ranks": [0]}}
     plans = {"apart": plan_of(workload, apart), "joined": plan_of(workload, joined)}
-    asked: list[RankShare] = []
+    asked: list[DeviceShards] = []
 
-    def time_share(share: RankShare) -> tuple[float, float]:
+    def time_share(share: DeviceShards) -> tuple[float, float]:
         asked.append(share)
         turn = asked.count(share)  # the median of three rounds is that of the second
-        return 10.0 * sum(t + 1 for t, _, _ in share.pieces) * turn, 1.0 * turn
+        return 10.0 * sum(t + 1 for t, _, _ in share.shards) * turn, 1.0 * turn
 
     costs = judge(plans, workload, FOUR, MODEL, time_share, 3)
     # Shares {0}, {1}, {2} and {0, 2}; the empty one is not timed, and that of table 1 is shared.
@@ -172,7 +175,7 @@ def test_hands_of_any_cut_are_timed(optimizer: str) -> None:
     whole, columns = (0, (0, 2000), (0, 64)), (0, (0, 1000), (16, 64))
     replicas = [(1, (0, 500), (0, 8)), (2, (0, 100), (0, 20))]
     for pieces, everywhere in (([whole], []), ([columns, (2, (100, 300), (0, 20))], replicas), ([], replicas)):
-        lookup_s, update_s, others = timer.time_share(task.to_dict(), pieces, everywhere, 4, 1)
+        lookup_s, update_s, others = timer.time_device(task.to_dict(), pieces, everywhere, 4, 1)
         assert 0 < lookup_s < 1 and 0 < update_s < 1 and others >= 0
 
 
@@ -219,7 +222,7 @@ def test_plans_of_torchrec_are_translated(monkeypatch: pytest.MonkeyPatch) -> No
     }
     shares = shares_of(module.translate(found, workload, FOUR), workload)
     assert {share.replicas for share in shares} == {((1, (0, 10), (0, 8)),)}
-    assert [share.pieces for share in shares] == [
+    assert [share.shards for share in shares] == [
         ((0, (0, 250), (0, 16)),),
         ((0, (250, 500), (0, 16)), (2, (0, 100), (0, 48))),
         ((0, (500, 750), (0, 16)), (3, (0, 50), (0, 64))),

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.bench.ops_peers import Fbgemm
-from meseta.measure.contest.contender import Contender
-from meseta.measure.contest.contest import Timing, TimingOptions, groups_that_fit, run_contest
-from meseta.measure.contest.team import Member, Team, TimedWindow
-from meseta.measure.quiet import ProcessorTime, processor_s
+from meseta.measure.bench.ops_peers import FbgemmOperators
+from meseta.measure.cpu_usage import CpuTime, read_cpu_time
+from meseta.measure.harness.interleaved import Timing, TimingOptions, memory_groups, run_interleaved
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.harness.worker_group import TargetSpec, TimedWindow, WorkerGroup
 from meseta.spec import MesetaError
 
-QUICK = TimingOptions(num_starts=1, num_rounds=2, window_s=0.02, max_others=100.0)
+QUICK = TimingOptions(num_starts=1, num_rounds=2, window_s=0.02, max_background_load=100.0)
 
 
 @pytest.fixture
-def sleeper(monkeypatch: pytest.MonkeyPatch) -> Member:
+def sleeper(monkeypatch: pytest.MonkeyPatch) -> TargetSpec:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.syspath_prepend(Path(__file__).parent)
     from sleeper import Sleeper
 
-    return Member(name="sleeper", contender=Sleeper, arguments={"milliseconds": 2.0})
+    return TargetSpec(name="sleeper", target_class=Sleeper, arguments={"milliseconds": 2.0})
 
 
-def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch, sleeper: Member) -> None:
+def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch, sleeper: TargetSpec) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
     slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 6.0}, num_ranks=2)
     broken = [
@@ -33,7 +33,7 @@ def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.Monke
         for how in ("start", "action", "exit")
     ]
     log: list[str] = []
-    outcome = run_contest([sleeper, *broken, slow], QUICK, log.append)
+    outcome = run_interleaved([sleeper, *broken, slow], QUICK, log.append)
     assert log == [f"start {member.title}" for member in (sleeper, *broken, slow)]
     times = [outcome.seconds(member, "nap", 1) for member in (sleeper, slow)]
     assert times[0] and times[1] and 0.002 < times[0] < times[1]
@@ -46,9 +46,9 @@ def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.Monke
     }
 
 
-def test_an_interpreter_that_is_not_there(sleeper: Member) -> None:
+def test_an_interpreter_that_is_not_there(sleeper: TargetSpec) -> None:
     with pytest.raises(MesetaError, match="sleeper: cannot start '/nowhere/python'"):
-        Team(replace(sleeper, python="/nowhere/python"))
+        WorkerGroup(replace(sleeper, python="/nowhere/python"))
 
 
 def test_another_interpreter_sees_this_folder_alone(tmp_path: Path) -> None:
@@ -56,37 +56,37 @@ def test_another_interpreter_sees_this_folder_alone(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages at all
     python.chmod(0o755)
-    team = Member(name="peer", contender=Contender, arguments={}, python=str(python))
-    with Team(team) as running:
+    team = TargetSpec(name="peer", target_class=BenchmarkTarget, arguments={}, python=str(python))
+    with WorkerGroup(team) as running:
         assert running.facts == {}
-    broken = replace(team, contender=Fbgemm)
+    broken = replace(team, target_class=FbgemmOperators)
     with pytest.raises(MesetaError, match="No module named 'torch'"):
-        Team(broken)
+        WorkerGroup(broken)
 
 
-def test_groups_fill_the_memory(sleeper: Member) -> None:
+def test_groups_fill_the_memory(sleeper: TargetSpec) -> None:
     members = [
         replace(sleeper, variant=(str(i),), memory_bytes=size) for i, size in enumerate((4.0, 3.0, 2.0, 9.0, 1.0))
     ]
-    assert [[m.memory_bytes for m in group] for group in groups_that_fit(members, 7.0)] == [
+    assert [[m.memory_bytes for m in group] for group in memory_groups(members, 7.0)] == [
         [4.0, 3.0],
         [2.0],
         [9.0],
         [1.0],
     ]
-    assert list(groups_that_fit([], 7.0)) == []
+    assert list(memory_groups([], 7.0)) == []
 
 
 def test_disturbed_windows_do_not_count_while_others_do() -> None:
     quiet, loud = [TimedWindow(s, 0.0) for s in (1.0, 2.0, 9.0)], [TimedWindow(100.0, 0.9)] * 2
-    timing = Timing((*quiet, *loud), max_others=0.15)
+    timing = Timing((*quiet, *loud), max_background_load=0.15)
     assert timing.seconds == 2.0 and not timing.is_noisy
-    noisy = Timing((*quiet[:1], *loud), max_others=0.15)
+    noisy = Timing((*quiet[:1], *loud), max_background_load=0.15)
     assert noisy.seconds == 100.0 and noisy.is_noisy
 
 
 def test_others_are_all_but_us() -> None:
-    before, after = ProcessorTime(all=8.0, own=3.0), ProcessorTime(all=12.0, own=4.0)
-    assert after.others_since(before, 2.0) == 1.5
-    assert before.others_since(before, 2.0) == 0.0
-    assert processor_s([2**30]) == ProcessorTime(0.0, 0.0)  # a process that has gone
+    before, after = CpuTime(total_s=8.0, process_s=3.0), CpuTime(total_s=12.0, process_s=4.0)
+    assert after.background_load_since(before, 2.0) == 1.5
+    assert before.background_load_since(before, 2.0) == 0.0
+    assert read_cpu_time([2**30]) == CpuTime(0.0, 0.0)  # a process that has gone

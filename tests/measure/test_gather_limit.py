@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meseta.measure.gather_limit import DISTANCES, LEVELS, PrefetchHint, best_prefetches, gather
+from meseta.measure.gather_limit import CACHE_LEVELS, PREFETCH_DISTANCES, PrefetchHint, best_prefetches, gather
 from meseta.measure.gather_limit.reference import checksum
 from meseta.spec import MesetaError
 
@@ -22,7 +22,7 @@ def test_the_checksum_is_torch_s(width: int, num_threads: int) -> None:
     ids = np.concatenate([rng.integers(0, table.shape[0], 700) for _ in range(2) for table in tables])
     bounds = list(range(0, ids.size + 1, 700))
     want = checksum(tables, ids, bounds)
-    for prefetch in itertools.starmap(PrefetchHint, itertools.product(LEVELS, (0, 1, 128, 5000), (1, 3, 32))):
+    for prefetch in itertools.starmap(PrefetchHint, itertools.product(CACHE_LEVELS, (0, 1, 128, 5000), (1, 3, 32))):
         assert gather(tables, ids, bounds, prefetch, num_threads).checksum == want
 
 
@@ -42,7 +42,7 @@ def test_no_ids() -> None:
 def test_the_best_prefetches_are_distinct() -> None:
     best = best_prefetches([torch.ones(4, 16)], np.arange(4), NO_BOUNDS, 1)
     assert len(set(best)) == 3
-    assert all(prefetch.level in LEVELS and prefetch.distance in DISTANCES for prefetch in best)
+    assert all(prefetch.level in CACHE_LEVELS and prefetch.distance in PREFETCH_DISTANCES for prefetch in best)
 
 
 @pytest.mark.parametrize(

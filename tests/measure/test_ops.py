@@ -6,42 +6,42 @@ from typing import Any
 import pytest
 import torch
 
-from meseta.measure.bench import gate, ops
-from meseta.measure.bench.ops_ours import Ours
-from meseta.measure.bench.ops_peers import EmbeddingBags
+from meseta.measure.bench import correctness, ops
+from meseta.measure.bench.ops_meseta import MesetaOperators
+from meseta.measure.bench.ops_peers import PyTorchOperators
 from meseta.measure.bench.peers import Peers, find_peers
-from meseta.measure.bench.workloads import OPS, OPTIMIZERS, small
-from meseta.measure.contest.contest import Outcome, Timing
-from meseta.measure.contest.team import Member, TimedWindow
+from meseta.measure.bench.workloads import OPS_WORKLOADS, OPTIMIZERS, shrink
+from meseta.measure.harness.interleaved import Timing, TimingResult
+from meseta.measure.harness.worker_group import TargetSpec, TimedWindow
 from meseta.spec import MesetaError
 
 ALL = Peers("peer-python", frozenset({"PyTorch", "FBGEMM", "TorchRec"}), ())
-TINY = {traffic.name: small(traffic, max_rows=30, max_batch=8, max_tables=4) for traffic in OPS}
+TINY = {traffic.name: shrink(traffic, max_rows=30, max_batch=8, max_tables=4) for traffic in OPS_WORKLOADS}
 
 
 @pytest.mark.parametrize("name", ["mixed", "weighted", "mean"])
 def test_the_gate_is_green(name: str) -> None:
     pytest.importorskip("meseta._C")
-    assert gate.Gate().check(asdict(TINY[name]), "adam", "float32") == []
+    assert correctness.OperatorCheck().check(asdict(TINY[name]), "adam", "float32") == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_gate_is_green_for_every_optimizer(optimizer: str) -> None:
     pytest.importorskip("meseta._C")
-    assert gate.Gate().check(asdict(TINY["c"]), optimizer, "float32") == []
+    assert correctness.OperatorCheck().check(asdict(TINY["c"]), optimizer, "float32") == []
 
 
 def test_the_gate_sees_a_wrong_update(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("meseta._C")
-    right = gate.reference_step
-    monkeypatch.setattr(gate, "reference_step", lambda o, w, g, s, h: right(o, w, g * 1.001, s, h))
-    wrong = gate.Gate().check(asdict(TINY["c"]), "sgd", "float32")
+    right = correctness.reference_step
+    monkeypatch.setattr(correctness, "reference_step", lambda o, w, g, s, h: right(o, w, g * 1.001, s, h))
+    wrong = correctness.OperatorCheck().check(asdict(TINY["c"]), "sgd", "float32")
     assert wrong and "rows of table 0 differ" in wrong[0]
 
 
 def test_nothing_is_measured_when_the_gate_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     class Red:
-        def __init__(self, member: Member) -> None: ...
+        def __init__(self, member: TargetSpec) -> None: ...
         def __enter__(self) -> "Red":
             return self
 
@@ -49,13 +49,13 @@ def test_nothing_is_measured_when_the_gate_is_red(monkeypatch: pytest.MonkeyPatc
         def ask(self, method: str, **arguments: Any) -> list[str]:
             return ["lookup differs by 1"]
 
-    monkeypatch.setattr(ops, "Team", Red)
+    monkeypatch.setattr(ops, "WorkerGroup", Red)
     with pytest.raises(MesetaError, match="so nothing is measured: sgd float32: lookup differs by 1"):
-        ops.check([TINY["c"]], [("sgd", "float32")])
+        ops.check_operators([TINY["c"]], [("sgd", "float32")])
 
 
 def test_contests_put_those_together_that_are_compared() -> None:
-    found = dict(ops.contests(OPS[0], ("rowwise_adagrad", "adam"), None, (1, 2), ALL))
+    found = dict(ops.contests(OPS_WORKLOADS[0], ("rowwise_adagrad", "adam"), None, (1, 2), ALL))
     assert [m.title for m in found["rowwise_adagrad"]] == [
         *(f"ours rowwise_adagrad {dtype}" for dtype in ("float32", "float16", "bfloat16")),
         *("FBGEMM rowwise_adagrad float32", "TorchRec rowwise_adagrad float32", "FBGEMM rowwise_adagrad float16"),
@@ -64,13 +64,13 @@ def test_contests_put_those_together_that_are_compared() -> None:
         "ours rowwise_adagrad float32", "ours adam float32", "PyTorch adam float32"
     ]  # fmt: skip
     assert {m.python for m in found["rowwise_adagrad"] if m.name != "ours"} == {"peer-python"}
-    alone = dict(ops.contests(OPS[0], ("adam",), ["float16"], (2,), Peers("", frozenset(), ())))
+    alone = dict(ops.contests(OPS_WORKLOADS[0], ("adam",), ["float16"], (2,), Peers("", frozenset(), ())))
     assert [m.title for m in alone["adam"]] == ["ours rowwise_adagrad float16", "ours adam float16"]
 
 
-def outcome(members: list[Member], seconds: dict[tuple[str, str], float]) -> Outcome:
+def outcome(members: list[TargetSpec], seconds: dict[tuple[str, str], float]) -> TimingResult:
     facts = {"ids_per_call": {"lookup": 100, "operator": 100, "step": 100, "limit": 1000}, "bytes_per_id": 64.0}
-    found = Outcome()
+    found = TimingResult()
     for member in members:
         bytes_each = {"adam": 3000.0}.get(member.variant[0], 1000.0)
         found.facts[member.title] = {**facts, "versions": {"torch": "9"}, "update_bytes": bytes_each}
@@ -81,18 +81,18 @@ def outcome(members: list[Member], seconds: dict[tuple[str, str], float]) -> Out
 
 
 def test_what_the_figures_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    [(_, members)] = ops.contests(OPS[0], ["adam"], None, (2,), ALL)
+    [(_, members)] = ops.contests(OPS_WORKLOADS[0], ["adam"], None, (2,), ALL)
     base, ours, peer = (member.title for member in members)
     seconds = {(base, "step"): 0.1, (ours, "step"): 0.36, (peer, "step"): 3.6}
     seconds |= {(ours, "lookup"): 0.02, (ours, "limit"): 0.1, (peer, "lookup"): 0.04}
-    monkeypatch.setattr(ops, "run_contest", lambda m, timing, log: outcome(m, seconds))
-    result = ops.measure(OPS[0], "adam", members, ops.TimingOptions(), print)
-    lines = {line.member.title: line for line in result.lines}
-    assert lines[ours].lookups == 5000.0 and lines[ours].limit == 10_000.0
-    assert lines[peer].limit == 10_000.0  # of the same rows, measured in our process
-    share = result.model_share(lines[ours])
+    monkeypatch.setattr(ops, "run_interleaved", lambda m, timing, log: outcome(m, seconds))
+    result = ops.measure_operators(OPS_WORKLOADS[0], "adam", members, ops.TimingOptions(), print)
+    lines = {line.target.title: line for line in result.measurements}
+    assert lines[ours].lookups_per_s == 5000.0 and lines[ours].gather_limit_per_s == 10_000.0
+    assert lines[peer].gather_limit_per_s == 10_000.0  # of the same rows, measured in our process
+    share = result.step_ratio(lines[ours])
     assert share == pytest.approx(0.36 / (0.1 * 3.0))
-    assert result.model_share(lines[base]) is None and result.model_share(lines[peer]) is None
+    assert result.step_ratio(lines[base]) is None and result.step_ratio(lines[peer]) is None
     rows = {(c.case.split(" ", 3)[-1], c.metric, c.peer): c for c in ops.comparisons(result)}
     assert rows["adam float32", "train", "PyTorch adam float32"].ratio == pytest.approx(10.0)
     assert rows["adam float32", "lookup", "PyTorch adam float32"].ratio == pytest.approx(2.0)
@@ -104,7 +104,7 @@ def test_our_contender_knows_its_bytes() -> None:
     pytest.importorskip("meseta._C")
     traffic = replace(TINY["c"], dims=(16,) * 4)
     for optimizer, update_bytes in (("sgd", 128), ("rowwise_adagrad", 136), ("adagrad", 256), ("adam", 384)):
-        contender = Ours(asdict(traffic), optimizer, "float32")
+        contender = MesetaOperators(asdict(traffic), optimizer, "float32")
         facts = contender.facts()
         assert facts["update_bytes"] == update_bytes and facts["bytes_per_id"] == 64
         for action in facts["actions"]:
@@ -115,7 +115,7 @@ def test_our_contender_knows_its_bytes() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 def test_torch_s_contender_learns(optimizer: str) -> None:
     torch.use_deterministic_algorithms(False)
-    contender = EmbeddingBags(asdict(TINY["weighted"]), optimizer, "float32")
+    contender = PyTorchOperators(asdict(TINY["weighted"]), optimizer, "float32")
     before = contender.tables[0].weight.detach().clone()
     assert contender.time("lookup", 0, 1) > 0
     assert torch.equal(before, contender.tables[0].weight)
@@ -124,8 +124,8 @@ def test_torch_s_contender_learns(optimizer: str) -> None:
 
 
 def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
-    peers = find_peers("/nowhere/python", wanted=True)
-    assert peers.found == {"PyTorch"}
+    peers = find_peers("/nowhere/python", enabled=True)
+    assert peers.available == {"PyTorch"}
     assert "FBGEMM is not in /nowhere/python" in peers.missing[0] and "pip install fbgemm-gpu-cpu" in peers.missing[0]
     assert "--peer-python or PEER_PYTHON" in peers.missing[1]
-    assert find_peers("/nowhere/python", wanted=False) == Peers("/nowhere/python", frozenset(), ())
+    assert find_peers("/nowhere/python", enabled=False) == Peers("/nowhere/python", frozenset(), ())

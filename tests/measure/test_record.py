@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meseta.telemetry.history import COLUMNS, PeerComparison, append
+from meseta.telemetry.benchmark_history import HISTORY_COLUMNS, PeerComparison, append_comparisons
 
 
 def comparison(value: float, peer_value: float, unit: str) -> PeerComparison:
@@ -22,14 +22,14 @@ def test_a_ratio_above_one_is_better(unit: str, ratio: float) -> None:
 
 def test_lines_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    append(path, [comparison(1.0, 2.0, "s")])
-    append(path, [comparison(3.0, 2.0, "s"), comparison(4.0, 2.0, "s")])
+    append_comparisons(path, [comparison(1.0, 2.0, "s")])
+    append_comparisons(path, [comparison(3.0, 2.0, "s"), comparison(4.0, 2.0, "s")])
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert tuple(rows[0]) == COLUMNS and [row["value"] for row in rows] == ["1", "3", "4"]
+    assert tuple(rows[0]) == HISTORY_COLUMNS and [row["value"] for row in rows] == ["1", "3", "4"]
     assert rows[0]["peer"] == "other 2 s" and rows[0]["ratio"] == "2.00"
     assert rows[0]["versions"].endswith("torch 9.9 numpy 8") and rows[0]["hardware"]
 
 
 def test_the_columns_are_those_of_the_kept_history() -> None:
     history = Path(__file__).parents[2] / "benchmarks" / "results.csv"
-    assert tuple(next(csv.reader(history.read_text().splitlines()))) == COLUMNS
+    assert tuple(next(csv.reader(history.read_text().splitlines()))) == HISTORY_COLUMNS

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from meseta.machine.waiting import WAITING
-from meseta.measure import step_threads, waiting
+from meseta.machine.wait_policy import WAIT_POLICY
+from meseta.measure import cpu_contention, step_threads
 from meseta.measure.step_threads import StepThreads
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 
 Steps = Callable[[int], list[int]]
 
 
 @pytest.fixture
-def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[waiting.Crowd]:
+def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[cpu_contention.CpuContention]:
     """Seen by loops: three threads on three processors, two of which others want."""
-    crowd = waiting.Crowd(num_threads=3, num_processors=3)
-    crowd.look(2.0)
-    monkeypatch.setattr(waiting, "crowd", lambda: crowd)
-    with threads(3):
+    crowd = cpu_contention.CpuContention(num_threads=3, num_processors=3)
+    crowd.update(2.0)
+    monkeypatch.setattr(cpu_contention, "current_contention", lambda: crowd)
+    with use_num_threads(3):
         yield crowd
 
 
@@ -42,7 +42,9 @@ class Machine:
         return numbers
 
 
-def test_steps_take_the_faster_way_and_try_the_other(crowd: waiting.Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_the_faster_way_and_try_the_other(
+    crowd: cpu_contention.CpuContention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine({3: 0.02, 1: 0.013}, monkeypatch)
     first = machine.steps(200)
     assert set(first) == {1, 3}, "both are tried"
@@ -51,7 +53,9 @@ def test_steps_take_the_faster_way_and_try_the_other(crowd: waiting.Crowd, monke
     assert machine.steps(2000)[-100:].count(3) >= 90, "what is faster may change"
 
 
-def test_a_slow_first_step_does_not_decide(crowd: waiting.Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_first_step_does_not_decide(
+    crowd: cpu_contention.CpuContention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine({3: 10.0, 1: 10.0}, monkeypatch)
     machine.steps(2)  # once on each
     machine.seconds = {3: 0.12, 1: 0.2}
@@ -61,36 +65,36 @@ def test_a_slow_first_step_does_not_decide(crowd: waiting.Crowd, monkeypatch: py
     assert machine.steps(100).count(1) >= 95
 
 
-def test_a_calm_machine_has_all_threads(crowd: waiting.Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calm_machine_has_all_threads(crowd: cpu_contention.CpuContention, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({3: 0.2, 1: 0.1}, monkeypatch)
-    crowd.is_crowded = False
+    crowd.is_contended = False
     assert machine.steps(10) == [3] * 10
-    crowd.is_crowded = True
+    crowd.is_contended = True
     assert machine.steps(20)[-1] == 1
-    crowd.is_crowded = False
+    crowd.is_contended = False
     assert machine.steps(3) == [3] * 3
-    crowd.is_crowded = True
+    crowd.is_contended = True
     assert machine.steps(20).count(1) >= 18, "what was measured is kept"
 
 
 def test_nothing_is_changed_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in WAITING.items():
+    for name, text in WAIT_POLICY.items():
         monkeypatch.setenv(name, text)
     monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
-    with threads(2), StepThreads():
-        assert waiting.crowd() is None and torch.get_num_threads() == 2
-    with waiting.sleep_when_crowded(2):
-        crowd = waiting.crowd()
+    with use_num_threads(2), StepThreads():
+        assert cpu_contention.current_contention() is None and torch.get_num_threads() == 2
+    with cpu_contention.adaptive_wait_policy(2):
+        crowd = cpu_contention.current_contention()
         assert crowd is None or crowd.num_threads == 2  # None: not GNU's runtime
-    assert waiting.crowd() is None
+    assert cpu_contention.current_contention() is None
 
 
 @pytest.mark.parametrize(
     ("others", "fitting"), [(0.0, 8), (0.25, 8), (1.0, 7), (1.25, 7), (1.3, 6), (7.2, 1), (8.0, 1), (12.0, 1)]
 )
 def test_as_many_threads_fit_as_others_leave_processors(others: float, fitting: int) -> None:
-    crowd = waiting.Crowd(num_threads=8, num_processors=8)
-    assert crowd.look(others) == (fitting < 8) and crowd.num_fitting == fitting
-    roomy, fixed = waiting.Crowd(4, 8), waiting.Crowd(8, 8, min_threads=8)
-    assert roomy.look(others) == (fitting < 4) and roomy.num_fitting == min(fitting, 4)
-    assert fixed.look(others) == (fitting < 8) and fixed.num_fitting == 8
+    crowd = cpu_contention.CpuContention(num_threads=8, num_processors=8)
+    assert crowd.update(others) == (fitting < 8) and crowd.num_usable_threads == fitting
+    roomy, fixed = cpu_contention.CpuContention(4, 8), cpu_contention.CpuContention(8, 8, min_threads=8)
+    assert roomy.update(others) == (fitting < 4) and roomy.num_usable_threads == min(fitting, 4)
+    assert fixed.update(others) == (fitting < 8) and fixed.num_usable_threads == 8

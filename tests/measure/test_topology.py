@@ -4,66 +4,66 @@ from pathlib import Path
 
 import pytest
 
+from meseta.machine.kernel import KernelFiles
 from meseta.machine.processors import num_cores
-from meseta.machine.system import System
-from meseta.measure.topology import Gpus, detect
+from meseta.measure.topology import GpuInfo, detect_topology
 from meseta.planner import documented_cost_model
 from meseta.spec import MesetaError
 
 
 @pytest.fixture
-def system(tmp_path: Path) -> System:
+def system(tmp_path: Path) -> KernelFiles:
     """A machine of 100,000 kB."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  100000 kB\nMemAvailable: 50000 kB\n")
-    return System(tmp_path)
+    return KernelFiles(tmp_path)
 
 
-def test_a_machine_without_gpus_has_a_rank_for_each_core(system: System, tmp_path: Path) -> None:
-    found = detect(system=system, folder=tmp_path, environment={}).topology
+def test_a_machine_without_gpus_has_a_rank_for_each_core(system: KernelFiles, tmp_path: Path) -> None:
+    found = detect_topology(system=system, folder=tmp_path, environment={}).topology
     assert (found.num_hosts, found.devices_per_host, found.device) == (1, num_cores(), "cpu")
     assert found.hbm_bytes == int(102_400_000 * 0.9) // num_cores()
     assert found.disk_bytes is not None and found.host_bytes is None and found.inside is None
 
 
-def test_a_control_group_limits_the_memory(system: System) -> None:
+def test_a_control_group_limits_the_memory(system: KernelFiles) -> None:
     (system.root / "proc/self").mkdir()
     (system.root / "proc/self/cgroup").write_text("0::/\n")
     group = system.root / "sys/fs/cgroup"
     group.mkdir(parents=True)
     for name, value in (("memory.max", "50000000"), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
         (group / name).write_text(value)
-    found = detect(num_devices=1, system=system, environment={})
+    found = detect_topology(num_devices=1, system=system, environment={})
     assert found.topology.hbm_bytes == 45_000_000
     assert any("control group" in note for note in found.notes)
 
 
-def test_torchrun_tells_hosts_and_devices(system: System) -> None:
+def test_torchrun_tells_hosts_and_devices(system: KernelFiles) -> None:
     ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    found = detect(system=system, environment=ranks).topology
+    found = detect_topology(system=system, environment=ranks).topology
     assert (found.num_hosts, found.devices_per_host) == (2, 4)
 
 
-def test_gpus_have_their_own_memory(system: System) -> None:
-    gpus = Gpus(name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85_000_000_000)
-    found = detect(gpus=gpus, system=system, environment={}).topology
+def test_gpus_have_their_own_memory(system: KernelFiles) -> None:
+    gpus = GpuInfo(name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85_000_000_000)
+    found = detect_topology(gpus=gpus, system=system, environment={}).topology
     assert (found.device, found.devices_per_host, found.hbm_bytes) == ("h100", 8, 85_000_000_000)
     assert found.host_bytes == int(102_400_000 * 0.9)
     with pytest.raises(MesetaError, match=r"GeForce.*--device"):
-        detect(gpus=Gpus(name="GeForce 9", count=1, memory_bytes=1), system=system, environment={})
+        detect_topology(gpus=GpuInfo(name="GeForce 9", count=1, memory_bytes=1), system=system, environment={})
 
 
-def test_measured_links_are_written_down(system: System) -> None:
+def test_measured_links_are_written_down(system: KernelFiles) -> None:
     from dataclasses import replace
 
     model = documented_cost_model("cpu")
     measured = replace(model, exchange=replace(model.exchange, measured=True, source="a test"))
-    found = detect(system=system, environment={}, cost_model=measured)
+    found = detect_topology(system=system, environment={}, cost_model=measured)
     assert found.topology.inside == model.exchange.inside_all_to_all
     assert found.notes[-1] == "inside: a test"
-    assert detect(system=system, environment={}, cost_model=model).topology.inside is None
+    assert detect_topology(system=system, environment={}, cost_model=model).topology.inside is None
 
 
 def test_a_system_that_tells_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="by hand"):
-        detect(system=System(tmp_path), environment={})
+        detect_topology(system=KernelFiles(tmp_path), environment={})

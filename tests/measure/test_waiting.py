@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from meseta.machine.waiting import WAITING
-from meseta.measure import waiting
-from meseta.measure.quiet import ProcessorTime, processor_s
+from meseta.machine.wait_policy import WAIT_POLICY
+from meseta.measure import cpu_contention
+from meseta.measure.cpu_usage import CpuTime, read_cpu_time
 from source_tree import ROOT
 
 # Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.
@@ -29,10 +29,10 @@ def spent():
         x.add_(1)
         time.sleep(0.02)
     return time.process_time() - before
-runtime = waiting._runtime()
+runtime = waiting._find_libgomp()
 spent()
 spinning = spent()
-spare = waiting.SpareTeam(runtime, 2)
+spare = waiting.OversubscriptionThreads(runtime, 2)
 sleeping = spent()
 spare.end()
 print(spinning, sleeping, spent())
@@ -40,7 +40,7 @@ print(spinning, sleeping, spent())
 
 
 def test_no_thread_spins_beside_a_spare_team() -> None:
-    variables = {**os.environ, **WAITING, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
+    variables = {**os.environ, **WAIT_POLICY, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=variables, timeout=120, check=True
     )
@@ -49,20 +49,22 @@ def test_no_thread_spins_beside_a_spare_team() -> None:
 
 
 def test_crowded_at_once_and_calm_after_a_while() -> None:
-    crowd = waiting.Crowd(num_threads=2, num_processors=2)
-    assert [crowd.look(others) for others in (0.0, 0.2, 1.0)] == [False, False, True]
-    calm = [crowd.look(0.1) for _ in range(waiting.NUM_CALM)]
-    assert calm == [True] * (waiting.NUM_CALM - 1) + [False]
-    assert not waiting.Crowd(num_threads=2, num_processors=4).look(2.0), "two processors are left to others"
+    crowd = cpu_contention.CpuContention(num_threads=2, num_processors=2)
+    assert [crowd.update(others) for others in (0.0, 0.2, 1.0)] == [False, False, True]
+    calm = [crowd.update(0.1) for _ in range(cpu_contention.NUM_CALM_POLLS)]
+    assert calm == [True] * (cpu_contention.NUM_CALM_POLLS - 1) + [False]
+    assert not cpu_contention.CpuContention(num_threads=2, num_processors=4).update(2.0), (
+        "two processors are left to others"
+    )
 
 
 def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = threading.Event()
     clock = {"all": 0.0}
 
-    def reading(pids: Sequence[int], processors: Sequence[int] | None = None) -> ProcessorTime:
+    def reading(pids: Sequence[int], processors: Sequence[int] | None = None) -> CpuTime:
         clock["all"] += busy.is_set() * 100.0
-        return ProcessorTime(clock["all"], 0.0)
+        return CpuTime(clock["all"], 0.0)
 
     class Spare:
         alive = 0
@@ -80,12 +82,12 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Spare.alive == count
 
     for name, value in (("processor_s", reading), ("SpareTeam", Spare), ("PERIOD_S", 0.01), ("_runtime", object)):
-        monkeypatch.setattr(waiting, name, value)
-    for name, text in WAITING.items():
+        monkeypatch.setattr(cpu_contention, name, value)
+    for name, text in WAIT_POLICY.items():
         monkeypatch.setenv(name, text)
     monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
     cores = len(os.sched_getaffinity(0))
-    with waiting.sleep_when_crowded(max(cores, 2)):
+    with cpu_contention.adaptive_wait_policy(max(cores, 2)):
         busy.set()
         wait_for(1)
         busy.clear()
@@ -95,11 +97,11 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Spare.alive == 0
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     before = threading.active_count()
-    with waiting.sleep_when_crowded(2):
+    with cpu_contention.adaptive_wait_policy(2):
         assert threading.active_count() == before, "the user has chosen"
 
 
 def test_readings_of_some_processors() -> None:
     every = sorted(os.sched_getaffinity(0))
-    some, whole = processor_s([os.getpid()], every[:1]), processor_s([os.getpid()])
-    assert 0 < some.all <= whole.all and some.own == pytest.approx(whole.own, abs=1.0)
+    some, whole = read_cpu_time([os.getpid()], every[:1]), read_cpu_time([os.getpid()])
+    assert 0 < some.total_s <= whole.total_s and some.process_s == pytest.approx(whole.process_s, abs=1.0)

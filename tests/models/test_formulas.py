@@ -106,13 +106,13 @@ def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "cin_layers"),
-    [(0, (3, 2)), (1, (3, 2)), (4, (3, 2)), (4, (7, 2)), (2 * xdeepfm.MIN_SAMPLES + 1, (3, 7))],
+    [(0, (3, 2)), (1, (3, 2)), (4, (3, 2)), (4, (7, 2)), (2 * xdeepfm.MIN_CHUNK_SAMPLES + 1, (3, 7))],
     ids=["no_sample", "one", "sums_first", "products_first", "some_at_a_time"],
 )
 def test_xdeepfm_compresses_products_of_rows(
     monkeypatch: pytest.MonkeyPatch, batch_size: int, cin_layers: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(xdeepfm, "CACHED_NUMBERS", 1)  # or a cache holds all of these samples
+    monkeypatch.setattr(xdeepfm, "MAX_CHUNK_ELEMENTS", 1)  # or a cache holds all of these samples
     model = random_weights(XDeepFM(OneRowEach([4, 4, 4]), num_dense=2, cin_layers=cin_layers, deep_mlp=(6, 5)))
     dense, pooled, logits = samples(model, 3, batch_size)
     expected = []
@@ -135,14 +135,14 @@ def test_xdeepfm_compresses_products_of_rows(
 @pytest.mark.parametrize("num_outputs", [2, 7], ids=["sums_first", "products_first"])
 def test_the_way_back_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
     """By torch.autograd, of all samples at once."""
-    monkeypatch.setattr(xdeepfm, "CACHED_NUMBERS", 1)
+    monkeypatch.setattr(xdeepfm, "MAX_CHUNK_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(5)
-    shapes = (2 * xdeepfm.MIN_SAMPLES + 1, 3, 4), (2 * xdeepfm.MIN_SAMPLES + 1, 3, 5), (num_outputs, 20)
+    shapes = (2 * xdeepfm.MIN_CHUNK_SAMPLES + 1, 3, 4), (2 * xdeepfm.MIN_CHUNK_SAMPLES + 1, 3, 5), (num_outputs, 20)
     x, first, weight = (
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes
     )
     expected = torch.einsum("bdi,bdj,oij->bdo", x, first, weight.view(num_outputs, 4, 5))
-    found = xdeepfm.compress(x, first, weight)
+    found = xdeepfm.cin_layer(x, first, weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weights = torch.rand(found.shape, dtype=torch.float64, generator=generator)
     pairs = (torch.autograd.grad(out, [x, first, weight], weights) for out in (found, expected))

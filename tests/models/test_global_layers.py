@@ -15,9 +15,9 @@ from meseta.config import ModelConfig
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.models import DLRM, MLP, MLPOptions, make_model
-from meseta.models.global_layers import BatchNorm, dropout, keep_mask
+from meseta.models.global_layers import SyncBatchNorm, dropout, dropout_mask
 from meseta.ops.random_rows import random_bits, table_key
 from meseta.pipeline import Pipeline
 from meseta.pipeline.agreement import NonFiniteLoss
@@ -27,12 +27,12 @@ from model_parts import OneRowEach
 
 
 def one_rank(size: int, step: int = 0) -> BatchSlice:
-    return BatchSlice(world=World.single(), step=step, sizes=(size,))
+    return BatchSlice(world=World.single(), step=step, batch_size_per_rank=(size,))
 
 
 def on_rank(rank: int, sizes: tuple[int, ...], step: int = 0) -> BatchSlice:
     world = World(rank=rank, size=len(sizes), device=torch.device("cpu"))
-    return BatchSlice(world=world, step=step, sizes=sizes)
+    return BatchSlice(world=world, step=step, batch_size_per_rank=sizes)
 
 
 # Dropout
@@ -41,9 +41,9 @@ def on_rank(rank: int, sizes: tuple[int, ...], step: int = 0) -> BatchSlice:
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("sizes", [(6, 0, 1), (2, 2, 3), (0, 0, 7)])
 def test_a_sample_has_one_mask_wherever_it_lies(sizes: tuple[int, ...], width: int) -> None:
-    whole = keep_mask(0.4, 3, "top_mlp.0", one_rank(7, 11), width)
+    whole = dropout_mask(0.4, 3, "top_mlp.0", one_rank(7, 11), width)
     assert whole.shape == (7, width)
-    parts = [keep_mask(0.4, 3, "top_mlp.0", on_rank(r, sizes, 11), width) for r in range(3)]
+    parts = [dropout_mask(0.4, 3, "top_mlp.0", on_rank(r, sizes, 11), width) for r in range(3)]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -51,12 +51,12 @@ def test_masks_are_halves_of_the_words_of_the_generator() -> None:
     words = random_bits(table_key(3, "dropout/a/5"), (0, 9), (0, 4)).numpy()
     halves = np.stack([words & 0xFFFF, words >> 16], axis=2).reshape(9, 8)[:, :7]
     expected = (halves ^ 0x8000) >= round(0.3 * 65536)
-    np.testing.assert_array_equal(keep_mask(0.3, 3, "a", one_rank(9, 5), 7).numpy(), expected)
+    np.testing.assert_array_equal(dropout_mask(0.3, 3, "a", one_rank(9, 5), 7).numpy(), expected)
 
 
 def test_another_seed_step_or_layer_has_other_masks() -> None:
     def mask(seed: int = 1, step: int = 1, layer: str = "a") -> torch.Tensor:
-        return keep_mask(0.5, seed, layer, one_rank(100, step), 100)
+        return dropout_mask(0.5, seed, layer, one_rank(100, step), 100)
 
     for other in (mask(seed=2), mask(step=2), mask(layer="b")):
         agreement = float((other == mask()).double().mean())
@@ -65,7 +65,7 @@ def test_another_seed_step_or_layer_has_other_masks() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.999])
 def test_as_many_are_kept_as_the_rate_says(rate: float) -> None:
-    kept = keep_mask(rate, 0, "a", one_rank(1000), 300).double()
+    kept = dropout_mask(rate, 0, "a", one_rank(1000), 300).double()
     spread = (rate * (1 - rate) / 300_000) ** 0.5
     assert abs(float(kept.mean()) - (1 - rate)) <= 5 * spread + 2**-17
     if rate == 0.5:
@@ -78,7 +78,7 @@ def test_kept_values_grow_and_gradients_follow_the_mask(dtype: torch.dtype) -> N
     x = torch.ones(50, 6, dtype=dtype, requires_grad=True)
     y = dropout(x, 0.25, 0, "a", one_rank(50))
     y.sum().backward()
-    mask = keep_mask(0.25, 0, "a", one_rank(50), 6)
+    mask = dropout_mask(0.25, 0, "a", one_rank(50), 6)
     assert y.dtype == dtype and torch.equal(y.detach(), (mask.double() / 0.75).to(dtype))
     assert x.grad is not None and torch.equal(x.grad, y.detach())
     assert dropout(torch.full((3, 2), torch.nan), 0.9, 0, "a", one_rank(3)).isnan().all()
@@ -89,7 +89,7 @@ def test_kept_values_grow_and_gradients_follow_the_mask(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_batch_norm_is_that_of_torch_on_one_rank(dtype: torch.dtype, tolerance: float) -> None:
-    mine, torchs = BatchNorm(5).to(dtype), nn.BatchNorm1d(5, dtype=dtype)
+    mine, torchs = SyncBatchNorm(5).to(dtype), nn.BatchNorm1d(5, dtype=dtype)
     close: Any = {"rtol": tolerance, "atol": tolerance}
     with torch.no_grad():
         for module in (mine, torchs):
@@ -112,7 +112,7 @@ def test_batch_norm_is_that_of_torch_on_one_rank(dtype: torch.dtype, tolerance: 
 
 
 def test_batch_norm_gradients_equal_finite_differences() -> None:
-    layer = BatchNorm(3).double()
+    layer = SyncBatchNorm(3).double()
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     nn.init.normal_(layer.weight)
 
@@ -124,7 +124,7 @@ def test_batch_norm_gradients_equal_finite_differences() -> None:
 
 
 def test_one_sample_and_none() -> None:
-    layer = BatchNorm(3)
+    layer = SyncBatchNorm(3)
     for size in (1, 0):
         x = torch.full((size, 3), 7.0, requires_grad=True)
         y = layer(x, one_rank(size))
@@ -142,7 +142,7 @@ def test_threads_change_no_bit(options: MLPOptions) -> None:
         stack, x = MLP([40, 130, 70, 1], relu_last=False, options=options), torch.randn(700, 40)
         for parameter in stack.parameters():
             nn.init.normal_(parameter)
-        with threads(count):
+        with use_num_threads(count):
             y = stack(x, one_rank(700))
             y.square().mean().backward()
         results.append([y.detach(), *stack.buffers(), *(p.grad for p in stack.parameters())])
@@ -164,7 +164,7 @@ def test_a_hidden_layer_is_linear_norm_relu_dropout(relu_last: bool) -> None:
     x = data
     for index, (layer, norm) in enumerate(zip(layers[:-1], stack.norms, strict=True)):
         x = functional.batch_norm(layer(x), None, None, norm.weight, norm.bias, training=True)
-        x = functional.relu(x) * keep_mask(0.5, 9, f"deep.{index}", batch, x.shape[1]) * 2
+        x = functional.relu(x) * dropout_mask(0.5, 9, f"deep.{index}", batch, x.shape[1]) * 2
     expected = functional.relu(layers[-1](x)) if relu_last else layers[-1](x)
     torch.testing.assert_close(stack(data, batch), expected, rtol=0, atol=1e-12)
     stack.eval()

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.load import check_document
+from meseta.config.load import validate_document
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.spec import MesetaError
 from meseta.train.setup.build import make_sharded_model
-from meseta.train.setup.outline import make_outline
+from meseta.train.setup.meta_model import make_meta_model
 from meseta.train.setup.specs import make_specs
 from small_run import settings
 
@@ -74,7 +74,7 @@ def test_an_outline_has_no_numbers_and_the_same_refusals(tiny: Path, tmp_path: P
 
     def outline(init: Any) -> nn.Module:
         config = RunConfig.model_validate(settings(tiny, tmp_path / "run", dense__init=init))
-        return make_outline(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
+        return make_meta_model(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
 
     kinds = {"*weight": {"kind": "normal", "scale": 1}, "*bias": {"kind": "constant", "scale": 1}}
     assert all(parameter.is_meta for parameter in outline(kinds).parameters())
@@ -94,6 +94,6 @@ def test_an_outline_has_no_numbers_and_the_same_refusals(tiny: Path, tmp_path: P
 )
 def test_bad_values_are_refused(init: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(MesetaError) as refused:
-        check_document(settings(tmp_path, tmp_path / "run", dense__init={"a": init}))
+        validate_document(settings(tmp_path, tmp_path / "run", dense__init={"a": init}))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

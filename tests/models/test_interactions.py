@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice, World
 from meseta.config.models.interactions import Interaction
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.models import MLPOptions
 from meseta.models.cross import CrossShape
-from meseta.models.global_layers import LayerNorm, keep_mask
+from meseta.models.global_layers import LayerNorm, dropout_mask
 from meseta.models.interactions.dcnv2 import DCNv2
 from meseta.models.interactions.dhen import DHEN, DHENShape
 from meseta.models.interactions.final import FinalBlock, FinalNet, FinalShape
@@ -94,13 +94,13 @@ def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> No
     block = FinalBlock(3, (6, 4), shape=FinalShape(residual=residual), options=options, name="blocks.0").double()
     for parameter in block.parameters():
         nn.init.normal_(parameter)
-    batch = BatchSlice(world=World.single(), step=4, sizes=(20,))
+    batch = BatchSlice(world=World.single(), step=4, batch_size_per_rank=(20,))
     data = x = torch.randn(20, 3, dtype=torch.float64)
     for index, (layer, norm) in enumerate(zip(block.layers, block.norms, strict=True)):
         a, g = functional.linear(x, layer.weight, layer.bias).chunk(2, dim=1)
         x = torch.cat([a, a * g], dim=1) if residual == "concat" else a + a * g
         x = functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
-        x = functional.relu(x) * keep_mask(0.5, 9, f"blocks.0.{index}", batch, x.shape[1]) * 2
+        x = functional.relu(x) * dropout_mask(0.5, 9, f"blocks.0.{index}", batch, x.shape[1]) * 2
     expected = functional.linear(x, block.head.weight, block.head.bias)[:, 0]
     torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
 
@@ -113,12 +113,12 @@ def test_each_block_also_learns_what_both_say() -> None:
     logits, terms = model.score_with_losses(dense, pooled, torch.zeros(9))
     assert torch.equal(logits, model.score(dense, pooled)) and list(terms) == list(model.loss_terms)
     p = logits.detach().sigmoid()
-    for said, term in zip(model.block_logits(model.of_dense(dense), pooled).T, terms.values(), strict=True):
+    for said, term in zip(model.block_logits(model.encode_dense(dense), pooled).T, terms.values(), strict=True):
         q = said.sigmoid()
         torch.testing.assert_close(term, -(p * q.log() + (1 - p) * (1 - q).log()), rtol=0, atol=1e-12)
     of_both = torch.autograd.grad(sum(term.sum() for term in terms.values()), pooled, retain_graph=True)[0]
     wanted = torch.zeros_like(pooled)  # the target has no gradient
-    for said in model.block_logits(model.of_dense(dense), pooled).T:
+    for said in model.block_logits(model.encode_dense(dense), pooled).T:
         wanted = wanted + torch.autograd.grad(said, pooled, said.detach().sigmoid() - p, retain_graph=True)[0]
     torch.testing.assert_close(of_both, wanted, rtol=0, atol=1e-12)
 
@@ -135,13 +135,13 @@ def test_every_hidden_layer_has_masks_of_its_own(monkeypatch: pytest.MonkeyPatch
 
     def watched(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Tensor:
         drawn.append(layer)
-        return keep_mask(rate, seed, layer, batch, width)
+        return dropout_mask(rate, seed, layer, batch, width)
 
-    monkeypatch.setattr("meseta.models.global_layers.keep_mask", watched)
+    monkeypatch.setattr("meseta.models.global_layers.dropout_mask", watched)
     for name in MAKERS:
         drawn.clear()
         model = made(name, options=MLPOptions(dropout=0.5))
-        model.embeddings.batch_slice = BatchSlice(world=World.single(), step=0, sizes=(5,))
+        model.embeddings.batch_slice = BatchSlice(world=World.single(), step=0, batch_size_per_rank=(5,))
         first = scored(model, 5)
         assert sorted(drawn) == sorted(stacks(name)) and len(set(drawn)) == len(drawn) >= 2, name
         again = scored(model, 5)
@@ -182,7 +182,7 @@ def test_bfloat16_and_float32_stay_close_to_float64(name: str) -> None:
 def test_threads_change_no_bit(name: str, size: int) -> None:
     results = []
     for count in (1, 2, 3):
-        with threads(count):
+        with use_num_threads(count):
             results.append(scored(made(name), size))
     for other in results[1:]:
         assert [key for key in other if not torch.equal(other[key], results[0][key])] == []

@@ -23,7 +23,7 @@ from meseta.models import (
     XDeepFM,
     make_model,
 )
-from meseta.models.base import before_of
+from meseta.models.base import find_dense_forward
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from model_parts import OneRowEach, some_dense, some_ids
 from small_run import of_its_model
@@ -180,7 +180,7 @@ def test_without_dense_inputs_nothing_stands_in_their_place(dtype: Any) -> None:
     embeddings, pooled = OneRowEach([4, 4, 4]), torch.randn(5, 12)
     for name in ("dlrm", "dlrm_dcnv2"):
         model: Any = make_model(ModelConfig(name=name, embedding_dim=4, cross_low_rank=2), embeddings, 0, 0, dtype)
-        assert model.bottom_mlp is None and before_of(model) is None
+        assert model.bottom_mlp is None and find_dense_forward(model) is None
         assert not [key for key, _ in model.named_parameters() if key.startswith("bottom_mlp")]
         assert model.score(torch.zeros(5, 0), pooled).shape == (5,)
     a, b, c = pooled.view(5, 3, 4).unbind(1)

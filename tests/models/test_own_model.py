@@ -12,7 +12,7 @@ import torch
 from meseta.config import ModelConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.models import make_model
-from meseta.models.base import before_of
+from meseta.models.base import find_dense_forward
 from meseta.spec import MesetaError
 from model_parts import OneRowEach
 from own_models import Plain, WithBefore
@@ -51,7 +51,10 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
         ("own_models:NotSqueezed", r"logits \[2\] for 2 samples and 1 labels, but gave float32 \[2, 1\]"),
         ("own_models:FlatForTwo", r"logits \[1\] for 1 samples and 1 labels, but gave float32 \[\]"),
         ("own_models:Listed", "but gave list"),
-        ("own_models:BeforeAlone", "score of what before has returned, on 2 samples of zeros, failed with Attribute"),
+        (
+            "own_models:BeforeAlone",
+            "score of what forward_dense has returned, on 2 samples of zeros, failed with Attribute",
+        ),
         ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
     ],
 )
@@ -68,11 +71,11 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
 
     embeddings: Any = OneRowEach([4, 4])
     options: Any = {"num_dense": 3, "labels": ("label",), "seed": 0}
-    assert before_of(Plain(embeddings, **options)) is None
+    assert find_dense_forward(Plain(embeddings, **options)) is None
     model = WithBefore(embeddings, **options)
-    assert before_of(model) == model.before
-    assert before_of(OwnScore(embeddings, **options)) is None  # its score expects the inputs
-    assert before_of(make("own_models:WithBefore")) is not None
+    assert find_dense_forward(model) == model.forward_dense
+    assert find_dense_forward(OwnScore(embeddings, **options)) is None  # its score expects the inputs
+    assert find_dense_forward(make("own_models:WithBefore")) is not None
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
@@ -82,9 +85,9 @@ def test_models_of_the_package_score_what_they_have_made_of_dense_inputs(name: s
     width = config.table_width()
     model: Any = make_model(config, OneRowEach([width] * 3), 3, 0)
     pooled = torch.rand(70, 3 * width)
-    assert torch.equal(model.score(model.before(torch_dense), pooled), model.score(torch_dense, pooled))
+    assert torch.equal(model.score(model.forward_dense(torch_dense), pooled), model.score(torch_dense, pooled))
     reads_both = {"mmoe", "dcnv2", "gdcn", "finalmlp"}  # all their layers read embeddings, too
-    assert (before_of(model) is None) == (name in reads_both)
+    assert (find_dense_forward(model) is None) == (name in reads_both)
 
 
 def test_options_that_it_does_not_take_and_modules_that_do_not_load(

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops import quantize
 from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows, reference
@@ -165,7 +165,7 @@ def test_same_bytes_for_any_number_of_threads_and_rows(row_format: RowFormat) ->
     rows = make(1, 1300, 33, 1.0, 1.0, torch.float32, "normal")
     whole = quantize_rows(rows, row_format, adaptive=True)
     assert torch.equal(torch.cat([quantize_rows(part, row_format, adaptive=True) for part in rows.split(307)]), whole)
-    with threads(2):
+    with use_num_threads(2):
         assert torch.equal(quantize_rows(rows, row_format, adaptive=True), whole)
 
 

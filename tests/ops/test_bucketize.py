@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.bucketize import bucketize, bucketize_features, reference
 from meseta.spec import MesetaError
 
@@ -95,12 +95,14 @@ def test_the_example_of_the_docstring() -> None:
 @given(num_owners=st.integers(1, 9), block=st.integers(0, 2**40))
 def test_hash_classes_share_out_each_block_of_ids(num_owners: int, block: int) -> None:
     ids = torch.arange(block * num_owners, (block + 1) * num_owners)
-    owner, row = reference.owners_of(ids, [num_owners])
+    owner, row = reference.assign_owners(ids, [num_owners])
     assert sorted(owner.tolist()) == list(range(num_owners)) and row.tolist() == [block] * num_owners
 
 
 def test_hash_classes_are_even_for_ids_with_a_pattern() -> None:
-    owner, _ = reference.owners_of(torch.arange(0, 80_000, 8), [4])  # a plain modulo would give them all to one owner
+    owner, _ = reference.assign_owners(
+        torch.arange(0, 80_000, 8), [4]
+    )  # a plain modulo would give them all to one owner
     assert owner.bincount(minlength=4).sub(2500).abs().max() < 250
 
 
@@ -108,7 +110,7 @@ def test_hash_classes_are_even_for_ids_with_a_pattern() -> None:
 def test_many_ids_on_several_threads(count: int) -> None:
     lengths = torch.randint(0, 5, (30_000,))
     ids = torch.randint(0, 1000, (int(lengths.sum()),))
-    with threads(count):
+    with use_num_threads(count):
         got = bucketize_features(ids, lengths, [[0, 300, 1000], 3, [0, 1000]])
     plain = reference.bucketize(ids, lengths, [0, 300, 1000, 3, 0, 1000], [3, 1, 2])
     assert all(torch.equal(a, b) for a, b in zip((got.ids, got.lengths, got.order, got.totals), plain, strict=True))

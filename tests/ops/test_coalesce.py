@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce, reference
 from meseta.spec import MesetaError
 
@@ -90,7 +90,7 @@ def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, scaled: bool) -
     given_problem = problem(5, 30_000, 24, 500, dtype, scaled, True)  # enough ids for the core to use its threads
     first = reference.coalesce(*given_problem)
     for count in (1, 2, 3, 4):
-        with threads(count):
+        with use_num_threads(count):
             rows, sums = coalesce(*given_problem)
         assert torch.equal(rows, first[0]) and torch.equal(sums, first[1])
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec_cases import NAMES, Case, check_decode, check_encode, decode_case, make_case, same_as_reference
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops import codec as package
-from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns, reference, rounding_key
-from meseta.ops.codec.layout import layout_numbers
+from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns, reference, rounding_key
+from meseta.ops.codec.layout import pack_layouts
 from meseta.ops.core import MODULES, instruction_set
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CODECS
@@ -34,7 +34,7 @@ cases = {
 def test_encodes_as_torch_casts(
     seed: int, name: str, num_rows: int, num_threads: int, pieces: tuple[int, ...], drawn: bool
 ) -> None:
-    with threads(num_threads):
+    with use_num_threads(num_threads):
         # A generator for each row is slow.
         check_encode(make_case(seed, name, min(num_rows, 64) if drawn else num_rows, pieces, drawn=drawn))
 
@@ -44,7 +44,7 @@ def test_has_the_bytes_of_the_reference(
     seed: int, name: str, num_rows: int, num_threads: int, pieces: tuple[int, ...], drawn: bool
 ) -> None:
     case = make_case(seed, name, num_rows, pieces, drawn=drawn)
-    with threads(num_threads):
+    with use_num_threads(num_threads):
         codes, overflows = case.encoded()
     same_as_reference(case, codes, overflows)
 
@@ -54,7 +54,7 @@ def test_decodes_what_moves_name(
     seed: int, name: str, num_rows: int, num_threads: int, all_pieces: list[tuple[int, ...]]
 ) -> None:
     case = decode_case(seed, name, num_rows, all_pieces)
-    with threads(num_threads):
+    with use_num_threads(num_threads):
         check_decode(case)
     check_decode(case, implementation=reference)
 
@@ -65,7 +65,7 @@ def test_a_table_in_pieces_has_the_numbers_of_the_whole(name: str, drawn: bool) 
     codec, table, columns = CODECS[name], torch.randn(50, 48), (0, 0, 0, 48, 0)  # type: ignore[index]
 
     def decoded(pieces: tuple[int, ...], firsts: tuple[int, ...]) -> torch.Tensor:
-        rounding = Rounding((9,) * len(pieces), firsts, 7) if drawn else None
+        rounding = StochasticRounding((9,) * len(pieces), firsts, 7) if drawn else None
         out, back = torch.empty(50, codec.row_bytes(pieces), dtype=torch.uint8), torch.empty(50, 48)
         encode_columns(out, [table], columns, codec, pieces, rounding=rounding)
         decode_columns(back, [out], columns, codec, [pieces])
@@ -74,7 +74,7 @@ def test_a_table_in_pieces_has_the_numbers_of_the_whole(name: str, drawn: bool) 
     whole = decoded((48,), (0,))
     assert torch.equal(decoded((16, 32), (0, 16)), whole)
     turned = torch.empty(50, codec.row_bytes((32, 16)), dtype=torch.uint8)
-    rounding = Rounding((9, 9), (16, 0), 7) if drawn else None
+    rounding = StochasticRounding((9, 9), (16, 0), 7) if drawn else None
     encode_columns(turned, [table], (0, 16, 0, 32, 0, 0, 0, 32, 16, 0), codec, (32, 16), rounding=rounding)
     back = torch.empty(50, 48)
     decode_columns(back, [turned], (0, 32, 0, 16, 0, 0, 0, 16, 32, 0), codec, [(32, 16)])
@@ -90,7 +90,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     many = []
     for step in range(num_keys):
         key = rounding_key(3, step, "t")
-        encode_columns(out, [row], columns, codec, (64,), rounding=Rounding((key,), (32,), 11))
+        encode_columns(out, [row], columns, codec, (64,), rounding=StochasticRounding((key,), (32,), 11))
         decode_columns(back, [out], columns, codec, [(64,)])
         many.append(back.clone())
     drawn = torch.cat(many).double()
@@ -98,7 +98,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     # Hoeffding: a mean of n numbers in a gap leaves `bound` with probability 2 exp(-2 n (bound / gap)^2), 1e-7 for all
     # 64. The generator has 24 bits, and quotient and product are rounded once each. A scale is 2^-7 too large at most.
     exact = row[0].double().abs()
-    scale = exact.view(4, 16).amax(1).repeat_interleave(16) / codec.largest * (1 + 2.0**-7)
+    scale = exact.view(4, 16).amax(1).repeat_interleave(16) / codec.max_scaled_value * (1 + 2.0**-7)
     gap = scale if name == "int8" else torch.maximum(exact / 8, scale * 2.0**-9)
     bound = gap * math.sqrt(math.log(2 * 64 / 1e-7) / (2 * num_keys)) + 2.0**-22 * gap + 2.0**-22 * exact
     assert ((drawn.mean(0) - row[0].double()).abs() <= bound).all()
@@ -122,12 +122,12 @@ def test_a_number_that_is_not_finite_takes_its_block_along(name: str) -> None:
 def test_halves_saturate_and_are_counted() -> None:
     values = torch.tensor([[65504.0, 65505.0, -7e4, math.inf, -math.inf, math.nan, 3e38, 1.0]])
     out, count, back = torch.empty(1, 16, dtype=torch.uint8), torch.tensor([2]), torch.empty(1, 8)
-    encode_columns(out, [values], (0, 0, 0, 8, 0), CODECS["fp16"], (8,), half=HalfRange(0, count))
+    encode_columns(out, [values], (0, 0, 0, 8, 0), CODECS["fp16"], (8,), half_range=HalfRange(0, count))
     decode_columns(back, [out], (0, 0, 0, 8, 0), CODECS["fp16"], [(8,)])
     top = 65504.0
     assert back[0, :5].tolist() == [top, top, -top, math.inf, -math.inf] and back[0, 6:].tolist() == [top, 1.0]
     assert bool(back[0, 5].isnan()) and count.tolist() == [5]
-    encode_columns(out, [values], (0, 0, 0, 8, 0), CODECS["fp16"], (8,), half=HalfRange(-2, count))
+    encode_columns(out, [values], (0, 0, 0, 8, 0), CODECS["fp16"], (8,), half_range=HalfRange(-2, count))
     decode_columns(back, [out], (0, 0, 0, 8, 0), CODECS["fp16"], [(8,)], exponent=-2)
     assert back[0, :3].tolist() == [65504.0, 65504.0, -70016.0] and count.tolist() == [6]
 
@@ -180,13 +180,16 @@ def encode(**changed: Any) -> None:
         ({"out": torch.zeros(13, dtype=torch.uint8)[1:].view(2, 6)}, "at an even address"),
         ({"half": HalfRange(127)}, "exponent 127 must be in -126..126"),
         ({"half": HalfRange(0, torch.zeros(1))}, "overflows are torch.float32"),
-        ({"rounding": Rounding((2**64,), (0,), 0)}, "key 18446744073709551616 must be in"),
-        ({"rounding": Rounding((1, 2), (0,), 0)}, "rounding has 3 keys and columns for 1 pieces"),
-        ({"rounding": Rounding((1,), (8,), 0)}, "begins with column 8 of its table; blocks need a multiple of 16"),
-        ({"rounding": Rounding((1,), (0,), -1)}, "the first row has number -1"),
-        ({"rounding": Rounding((1,), (0,), torch.zeros(3, dtype=torch.int64))}, "numbers of rows are"),
+        ({"rounding": StochasticRounding((2**64,), (0,), 0)}, "key 18446744073709551616 must be in"),
+        ({"rounding": StochasticRounding((1, 2), (0,), 0)}, "rounding has 3 keys and columns for 1 pieces"),
         (
-            {"codec": CODECS["bf16"], "rounding": Rounding((1,), (0,), 0)},
+            {"rounding": StochasticRounding((1,), (8,), 0)},
+            "begins with column 8 of its table; blocks need a multiple of 16",
+        ),
+        ({"rounding": StochasticRounding((1,), (0,), -1)}, "the first row has number -1"),
+        ({"rounding": StochasticRounding((1,), (0,), torch.zeros(3, dtype=torch.int64))}, "numbers of rows are"),
+        (
+            {"codec": CODECS["bf16"], "rounding": StochasticRounding((1,), (0,), 0)},
             "bf16 rounds to the nearest; give no rounding",
         ),
     ],
@@ -218,7 +221,7 @@ def test_decoding_refuses_what_does_not_fit() -> None:
 def test_opcheck(name: str) -> None:
     case = make_case(4, name, 3, (20, 3), drawn=True)
     torch.library.opcheck(torch.ops.meseta.encode_columns.default, (case.empty(), *case.arguments()))
-    layout = layout_numbers(case.codec, 0, [case.pieces])
+    layout = pack_layouts(case.codec, 0, [case.pieces])
     arguments = (torch.zeros(3, 9), [case.encoded()[0]], [0, 1, 0, 9, 1], layout, 0.5)
     torch.library.opcheck(torch.ops.meseta.decode_columns.default, arguments)
 
@@ -257,7 +260,7 @@ def test_triton_decodes_the_same_numbers(
 
 def test_triton_refuses_columns_outside() -> None:
     triton, codes = triton_implementation(), torch.zeros(2, 6, dtype=torch.uint8)
-    layout = layout_numbers(CODECS["int8"], 0, [(3,)])
+    layout = pack_layouts(CODECS["int8"], 0, [(3,)])
     with pytest.raises(MesetaError, match="3 columns from 1 of 3 cannot go to 0 of 3"):
         triton.encode_columns(codes, [torch.ones(2, 3)], [0, 1, 0, 3, 0], layout, 1.0, [], None, None)
     with pytest.raises(MesetaError, match="source 1 is outside"):

@@ -7,19 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
-from meseta.ops.columns import Move, join_moves, place_columns
+from meseta.measure.threads import use_num_threads
+from meseta.ops.columns import ColumnMove, pack_moves, place_columns
 from meseta.spec import MesetaError
 
 
 @st.composite
-def moves_of(draw: st.DrawFn, widths: list[int], num_columns: int) -> list[Move]:
+def moves_of(draw: st.DrawFn, widths: list[int], num_columns: int) -> list[ColumnMove]:
     found = []
     for _ in range(draw(st.integers(0, 6))):
         source = draw(st.integers(0, len(widths) - 1))
         width = draw(st.integers(0, min(widths[source], num_columns)))
         start, to = draw(st.integers(0, widths[source] - width)), draw(st.integers(0, num_columns - width))
-        found.append(Move(source, start, to, width, draw(st.integers(0, 1))))
+        found.append(ColumnMove(source, start, to, width, draw(st.integers(0, 1))))
     return found
 
 
@@ -36,30 +36,36 @@ def test_moves_are_done_in_their_order(data: st.DataObject, num_rows: int) -> No
     for move in moves:
         for column in range(move.width):
             moved = sources[move.source][:, move.start + column] * scale
-            place = expected[:, move.to + column]
+            place = expected[:, move.target + column]
             place.copy_(place + moved if move.add else moved)
-    with threads(data.draw(st.sampled_from([1, 2]))):
-        place_columns(whole[:, :num_columns], sources, join_moves(moves), scale)
+    with use_num_threads(data.draw(st.sampled_from([1, 2]))):
+        place_columns(whole[:, :num_columns], sources, pack_moves(moves), scale)
     torch.testing.assert_close(whole[:, :num_columns], expected, rtol=0, atol=0)
     assert bool((whole[:, num_columns:] == 7).all())
 
 
 def test_neighbours_move_together() -> None:
-    moves = [Move(0, 0, 8, 2), Move(0, 2, 10, 3), Move(0, 5, 20, 1), Move(1, 6, 21, 1), Move(1, 7, 22, 1, add=1)]
-    assert join_moves(moves) == (0, 0, 8, 5, 0, 0, 5, 20, 1, 0, 1, 6, 21, 1, 0, 1, 7, 22, 1, 1)
+    moves = [
+        ColumnMove(0, 0, 8, 2),
+        ColumnMove(0, 2, 10, 3),
+        ColumnMove(0, 5, 20, 1),
+        ColumnMove(1, 6, 21, 1),
+        ColumnMove(1, 7, 22, 1, add=1),
+    ]
+    assert pack_moves(moves) == (0, 0, 8, 5, 0, 0, 5, 20, 1, 0, 1, 6, 21, 1, 0, 1, 7, 22, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("move", "words"),
     [
-        (Move(1, 0, 0, 1), "source 1 is outside 0..0"),
-        (Move(0, 2, 0, 2), "2 columns from 2 of 3"),
-        (Move(0, 0, 4, 1), "cannot go to 4 of 4"),
-        (Move(0, 0, 0, -1), "-1 columns"),
-        (Move(0, -1, 0, 1), "from -1 of 3"),
+        (ColumnMove(1, 0, 0, 1), "source 1 is outside 0..0"),
+        (ColumnMove(0, 2, 0, 2), "2 columns from 2 of 3"),
+        (ColumnMove(0, 0, 4, 1), "cannot go to 4 of 4"),
+        (ColumnMove(0, 0, 0, -1), "-1 columns"),
+        (ColumnMove(0, -1, 0, 1), "from -1 of 3"),
     ],
 )
-def test_columns_outside_are_refused(move: Move, words: str) -> None:
+def test_columns_outside_are_refused(move: ColumnMove, words: str) -> None:
     out, source = torch.zeros(2, 4), torch.ones(2, 3)
     with pytest.raises(MesetaError, match=words):
         place_columns(out, [source], move)

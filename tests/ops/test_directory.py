@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
-from meseta.ops.directory import ABSENT, Directory
-from meseta.ops.directory.reference import ReferenceDirectory
+from meseta.measure.threads import use_num_threads
+from meseta.ops.slot_map import NOT_FOUND, SlotMap
+from meseta.ops.slot_map.reference import ReferenceSlotMap
 from meseta.spec import MesetaError
 
 KEYS = st.one_of(st.integers(-8, 8), st.integers(-(2**63), 2**63 - 1))
@@ -18,8 +18,8 @@ BATCHES = st.lists(st.tuples(st.sampled_from(["find", "insert", "remove"]), st.l
 
 @given(BATCHES, st.integers(0, 20), st.booleans())
 def test_it_is_a_dict(batches: list[tuple[str, list[int]]], capacity: int, wide: bool) -> None:
-    directory = Directory(capacity, max_slot=2**62 if wide else 2**32 - 2)
-    expected, slot = ReferenceDirectory(), 0
+    directory = SlotMap(capacity, max_slot=2**62 if wide else 2**32 - 2)
+    expected, slot = ReferenceSlotMap(), 0
     for action, listed in batches:
         keys = torch.tensor(listed, dtype=torch.int64)
         if action == "insert":
@@ -40,8 +40,8 @@ def test_large_batches_on_any_number_of_threads(capacity: int) -> None:
     generator, found = torch.Generator().manual_seed(3), []
     rounds = [torch.randint(-(2**62), 2**62, (60_000,), generator=generator) for _ in range(4)]
     for count in (1, 2, 5):
-        with threads(count):
-            directory, expected = Directory(capacity), ReferenceDirectory()
+        with use_num_threads(count):
+            directory, expected = SlotMap(capacity), ReferenceSlotMap()
             for number, keys in enumerate(rounds):
                 twice = torch.cat([keys, keys[::7]])
                 slots = torch.arange(len(twice)) + number
@@ -55,24 +55,24 @@ def test_large_batches_on_any_number_of_threads(capacity: int) -> None:
 
 def test_it_does_not_wear_out() -> None:
     """As many bytes after a million pairs of insert and remove as before them."""
-    directory = Directory(1000)
+    directory = SlotMap(1000)
     before = directory.num_bytes()
     for first in range(0, 1_000_000, 1000):
         keys = torch.arange(first, first + 1000)
         directory.insert(keys, keys % 1000)
-        assert int((directory.remove(keys) == ABSENT).sum()) == 0
+        assert int((directory.remove(keys) == NOT_FOUND).sum()) == 0
     assert len(directory) == 0 and directory.num_bytes() == before
 
 
 def test_wrong_calls_are_named() -> None:
-    directory, one = Directory(4), torch.tensor([1])
+    directory, one = SlotMap(4), torch.tensor([1])
     for call, told in (
         (lambda: directory.insert(one, torch.tensor([-1])), r"slots are -1\.\.-1"),
         (lambda: directory.insert(one, torch.tensor([2**32])), r"must lie in 0\.\.4294967294"),
         (lambda: directory.insert(one, torch.tensor([1, 2])), "1 keys and 2 slots"),
         (lambda: directory.find(one.int()), "give int64"),
-        (lambda: Directory(-1), "room for -1 keys"),
-        (lambda: Directory(1, max_slot=2**63), "slots up to"),
+        (lambda: SlotMap(-1), "room for -1 keys"),
+        (lambda: SlotMap(1, max_slot=2**63), "slots up to"),
     ):
         with pytest.raises(MesetaError, match=told):
             call()

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meseta.ops.eviction import HALF_LIVES, KEPT_PER_SLOT, POLICY_BYTES, EvictionPolicy
-from meseta.ops.eviction.reference import BEGIN, STEPS, added, choose
+from meseta.ops.eviction import GHOST_SCORES_PER_SLOT, HALF_LIVES, MAX_POLICY_BYTES_PER_SLOT, EvictionPolicy
+from meseta.ops.eviction.reference import REQUEST_SCORE, SCORE_STEPS, add_scores, choose_victims
 from meseta.spec import MesetaError
 
 
@@ -20,7 +20,7 @@ class Cache:
     def __init__(self, num_slots: int, num_rows: int) -> None:
         self.policy, self.num_rows = EvictionPolicy(num_slots, num_rows), num_rows
         self.rows = torch.full((num_slots,), -1)
-        self.scores, self.kept = [0] * num_slots, [0] * min(num_rows, KEPT_PER_SLOT * num_slots)
+        self.scores, self.kept = [0] * num_slots, [0] * min(num_rows, GHOST_SCORES_PER_SLOT * num_slots)
         self.hand = self.num_used = self.num_lookups = 0
 
     def ask(self, ids: list[int], pinned: list[int]) -> bool:
@@ -30,7 +30,7 @@ class Cache:
         pins = torch.zeros(num_slots, dtype=torch.int32)
         pins[torch.tensor([*pinned, *(place[row] for row in wanted if row in place)], dtype=torch.int64)] += 1
         missing = [row for row in wanted if row not in place]
-        slots = self.policy.choose(len(missing), self.rows, pins)
+        slots = self.policy.choose_victims(len(missing), self.rows, pins)
         expected = self.chosen(len(missing), pins.tolist())
         assert (None if slots is None else slots.tolist()) == expected
         if slots is None:
@@ -43,20 +43,20 @@ class Cache:
         for slot, row in zip(expected or [], missing, strict=True):
             self.scores[slot] = self.kept[row % len(self.kept)]
         self.policy.admit(slots, torch.tensor(missing, dtype=torch.int64))
-        now = BEGIN + STEPS * self.num_lookups // (HALF_LIVES[0] * num_slots)
+        now = REQUEST_SCORE + SCORE_STEPS * self.num_lookups // (HALF_LIVES[0] * num_slots)
         for row in wanted:
-            self.scores[place[row]] = added(self.scores[place[row]], now)
+            self.scores[place[row]] = add_scores(self.scores[place[row]], now)
         slots = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
         self.policy.touch(slots, torch.tensor(wanted, dtype=torch.int64), len(ids))
         self.num_lookups += len(ids)
         while self.num_lookups >= HALF_LIVES[0] * num_slots:
             self.num_lookups -= HALF_LIVES[0] * num_slots
-            self.scores, self.kept = ([max(n - STEPS, 0) for n in old] for old in (self.scores, self.kept))
+            self.scores, self.kept = ([max(n - SCORE_STEPS, 0) for n in old] for old in (self.scores, self.kept))
         return True
 
     def chosen(self, count: int, pins: list[int]) -> list[int] | None:
         fresh = min(count, len(pins) - self.num_used)
-        old = choose(self.scores[: self.num_used], pins[: self.num_used], count - fresh, self.hand)
+        old = choose_victims(self.scores[: self.num_used], pins[: self.num_used], count - fresh, self.hand)
         if old is None:
             return None
         slots = [*range(self.num_used, self.num_used + fresh), *old[0]]
@@ -108,12 +108,12 @@ def test_what_does_not_fit_is_refused(call: Any) -> None:
 
 def test_no_slot_with_a_pin_leaves() -> None:
     policy, rows, pins = EvictionPolicy(4, 9), torch.arange(4), torch.zeros(4, dtype=torch.int32)
-    assert policy.choose(5, rows, pins) is None
-    slots = policy.choose(4, rows, pins)
+    assert policy.choose_victims(5, rows, pins) is None
+    slots = policy.choose_victims(4, rows, pins)
     assert slots is not None and slots.tolist() == [0, 1, 2, 3]
     pins[torch.tensor([0, 2])] = 1
-    assert policy.choose(3, rows, pins) is None
-    slots = policy.choose(2, rows, pins)
+    assert policy.choose_victims(3, rows, pins) is None
+    slots = policy.choose_victims(2, rows, pins)
     assert slots is not None and slots.tolist() == [1, 3]
 
 
@@ -126,14 +126,14 @@ def misses(num_slots: int, batches: list[torch.Tensor]) -> tuple[int, int]:
         missing = wanted[slot_of[wanted] < 0]
         pins = torch.zeros(num_slots, dtype=torch.int32)
         pins[slot_of[wanted][slot_of[wanted] >= 0]] = 1
-        slots = policy.choose(missing.numel(), rows, pins)
+        slots = policy.choose_victims(missing.numel(), rows, pins)
         assert slots is not None and not bool(pins[slots].any())
         slot_of[rows[slots][rows[slots] >= 0]] = -1
         rows[slots], slot_of[missing] = missing, slots
         policy.admit(slots, missing)
         policy.touch(slot_of[wanted], wanted, ids.numel())
         total += missing.numel()
-    assert policy.num_bytes() <= POLICY_BYTES * num_slots
+    assert policy.num_bytes() <= MAX_POLICY_BYTES_PER_SLOT * num_slots
     return total, policy.half_life // num_slots
 
 
@@ -151,4 +151,4 @@ def test_trials_tell_whether_rows_stay_popular() -> None:
 @pytest.mark.parametrize("num_slots", [8192, 10_000, 16_383, 1_000_000])
 def test_it_takes_no_more_memory_than_it_says(num_slots: int) -> None:
     policy = EvictionPolicy(num_slots, 20 * num_slots)
-    assert num_slots * (1 + KEPT_PER_SLOT) < policy.num_bytes() <= num_slots * POLICY_BYTES
+    assert num_slots * (1 + GHOST_SCORES_PER_SLOT) < policy.num_bytes() <= num_slots * MAX_POLICY_BYTES_PER_SLOT

@@ -13,7 +13,7 @@ from torch import Tensor
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import ApplyCall, TableRows, UpdateCall
-from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.optim import make_row_optimizer
 from optim.specs import SPECS
 from sampling import product, sample
@@ -74,8 +74,8 @@ def test_the_update_in_stages(optimizer: str, dtype: torch.dtype, monkeypatch: p
         touched = TouchedRows(table, torch.tensor([0, 3, 4, 8]), gradient, Hyper(0.1, 3, 32))
         stats = gradient.new_empty(0, 4)
         for stage in range(len(made.row_stats)):
-            stats = torch.cat([stats, stage_sums(made, stage, touched, stats).sum(2)])
-        update_given(made, touched, stats, flag(number))
+            stats = torch.cat([stats, stage_block_sums(made, stage, touched, stats).sum(2)])
+        update_with_stats(made, touched, stats, flag(number))
         return (table.weight, *table.state.values())
 
     check(run, (weight, *state.values()))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fuzz_calls import CALLS, Call, spoil, spoil_code
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.bucketize import reference as bucketize
 from meseta.ops.coalesce import reference as coalesce
 from meseta.ops.codec import reference as codec
@@ -34,7 +34,7 @@ from meseta.ops.row_lookup import reference as row_lookup
 from meseta.ops.row_program.lowering import Op
 from meseta.ops.row_update import reference as row_update
 from meseta.ops.row_update.call import ApplyCall, UpdateCall
-from meseta.ops.tables import KINDS
+from meseta.ops.tables import DTYPE_CODES
 from meseta.ops.unique import reference as unique
 from meseta.ops.weight_gradient import _reference as weight_gradient
 from meseta.spec import MesetaError
@@ -48,7 +48,7 @@ def row_apply(*arguments: Any) -> None:
     ]
     if call.sums is not None and set(stores) != {(Op.STORE_STAT, index) for index in range(len(call.sums))}:
         raise ValueError("a stage writes all sums and nothing else")
-    if call.table.dtype in KINDS:
+    if call.table.dtype in DTYPE_CODES:
         call = replace(call, gradient=call.gradient.float(), stats=call.stats.float())
     row_update.row_apply(call)
 
@@ -264,7 +264,7 @@ def test_hostile_calls_are_refused_or_answered_rightly(name: str, seeds: range) 
         for _ in range(spoiled):
             spoil(rng, call.arguments)
         try:
-            with threads(1 + seed % 2):
+            with use_num_threads(1 + seed % 2):
                 outcomes.append(check(call))
             assert seed % 4 or outcomes[-1] == "equal", "a good call was refused"
         except BaseException as error:

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.hash_ids import HashMethod, hash_ids, reference
 from meseta.spec import MesetaError
 
@@ -51,7 +51,7 @@ def test_equals_reference_for_both_types_of_ids(ids: list[int], num_rows: int, s
 def test_rows_are_even_and_the_same_on_all_threads(method: HashMethod, num_rows: int) -> None:
     ids = torch.arange(100_000)
     rows = hash_ids(ids, num_rows, 7, method)
-    with threads(2):
+    with use_num_threads(2):
         assert torch.equal(hash_ids(ids, num_rows, 7, method), rows)
     counts = np.bincount(rows.numpy() * 100 // num_rows, minlength=100)
     # Chi-square with 99 degrees of freedom: 160 has a chance of 1e-4.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meseta.ops.heartbeat import begin_heartbeat, end_heartbeat
+from meseta.ops.heartbeat import start_heartbeat, stop_heartbeat
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def file() -> Iterator[int]:
     with tempfile.TemporaryFile() as opened:
         os.ftruncate(opened.fileno(), 4096)
         yield opened.fileno()
-        end_heartbeat()
+        stop_heartbeat()
 
 
 def beat(file: int, place: int) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def beat(file: int, place: int) -> tuple[int, int]:
 
 def test_it_beats_while_the_interpreter_is_held(file: int) -> None:
     before_ns = time.monotonic_ns()
-    begin_heartbeat(file, 64)
+    start_heartbeat(file, 64)
     first, _ = beat(file, 64)
     assert before_ns <= first <= time.monotonic_ns()
     # PyDLL keeps the interpreter's lock while it sleeps, so that no thread of Python runs.
@@ -40,9 +40,9 @@ def test_it_beats_while_the_interpreter_is_held(file: int) -> None:
 
 
 def test_it_ends(file: int) -> None:
-    begin_heartbeat(file, 0)
-    end_heartbeat()
-    end_heartbeat()
+    start_heartbeat(file, 0)
+    stop_heartbeat()
+    stop_heartbeat()
     last = beat(file, 0)
     time.sleep(1.1)
     assert beat(file, 0) == last
@@ -51,12 +51,12 @@ def test_it_ends(file: int) -> None:
 @pytest.mark.parametrize("place", [4, 4088, 4096, 1 << 40])
 def test_places_outside_are_refused(file: int, place: int) -> None:
     with pytest.raises(ValueError, match="begin_heartbeat"):
-        begin_heartbeat(file, place)
+        start_heartbeat(file, place)
 
 
 def test_what_is_no_file_is_refused() -> None:
     reader, writer = os.pipe()
     with pytest.raises(ValueError, match="too short for this place, or is none"):
-        begin_heartbeat(reader, 0)
+        start_heartbeat(reader, 0)
     os.close(reader)
     os.close(writer)

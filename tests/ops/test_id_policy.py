@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.id_policy import POLICIES, apply_id_policy, reference
 from meseta.spec import IdPolicy, MesetaError
 
@@ -155,7 +155,7 @@ def test_a_batch_without_ids_outside_comes_back_itself(dtype: torch.dtype) -> No
 def test_many_ids_on_several_threads(dtype: torch.dtype, count: int) -> None:
     ids = torch.randint(-5, 1000, (100_000,), dtype=dtype)
     bounds, rows = [0, 40_000, 40_000, 99_000], [990, 1, 2**40]
-    with threads(count):
+    with use_num_threads(count):
         got = torch.ops.meseta.count_outside(ids, bounds, rows)
     assert torch.equal(got, reference.count_outside(ids, bounds, rows))
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.threads import threads
-from meseta.ops.jagged import lengths_to_offsets, permute, permute_pieces, reference, split
+from meseta.measure.threads import use_num_threads
+from meseta.ops.jagged import lengths_to_offsets, permute, permute_segments, reference, split
 from meseta.spec import MesetaError
 
 Bags = dict[str, list[list[int]]]
@@ -76,7 +76,7 @@ def test_split_gives_views(batch: tuple[Bags, list[torch.dtype], bool], data: st
 def test_large_batches_on_several_threads(count: int) -> None:
     lengths = torch.randint(0, 4, (4 * 40_000,))
     kjt = KeyedJaggedTensor(("a", "b", "c", "d"), torch.arange(int(lengths.sum())), lengths)
-    with threads(count):
+    with use_num_threads(count):
         got = permute(kjt, ["d", "b", "a"])
     assert torch.equal(got.values, torch.cat([kjt[key].values for key in "dba"]))
     assert torch.equal(got.lengths, torch.cat([kjt[key].lengths for key in "dba"]))
@@ -110,7 +110,7 @@ def test_offsets(lengths: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_offsets_of_many_lengths(count: int) -> None:
     lengths = torch.randint(0, 9, (100_001,), dtype=torch.int32)
-    with threads(count):
+    with use_num_threads(count):
         assert torch.equal(lengths_to_offsets(lengths), reference.lengths_to_offsets(lengths))
         lengths[70_000] = -3
         with pytest.raises(MesetaError, match=r"lengths\[70000\] is -3"):
@@ -124,9 +124,9 @@ def test_operators_are_registered_as_torch_wants() -> None:
 
 
 def test_permute_pieces() -> None:
-    assert permute_pieces(torch.arange(6), [1, 0, 3, 2], [3, 0, 1, 3]).tolist() == [4, 5, 0, 4, 5]
-    assert permute_pieces(torch.arange(0), [], []).tolist() == []
+    assert permute_segments(torch.arange(6), [1, 0, 3, 2], [3, 0, 1, 3]).tolist() == [4, 5, 0, 4, 5]
+    assert permute_segments(torch.arange(0), [], []).tolist() == []
     with pytest.raises(MesetaError, match=r"bounds\[2\] is 7"):
-        permute_pieces(torch.arange(6), [1, 6], [0])
+        permute_segments(torch.arange(6), [1, 6], [0])
     with pytest.raises(MesetaError, match="an order of keys"):
-        permute_pieces(torch.arange(6), [1, 5], [2])
+        permute_segments(torch.arange(6), [1, 5], [2])

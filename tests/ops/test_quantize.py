@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows, reference, row_bytes
 from meseta.spec import MesetaError
 
@@ -170,7 +170,7 @@ def test_random_bits_go_by_the_cell() -> None:
 def test_same_bytes_for_any_number_of_threads(row_format: RowFormat) -> None:
     rows = make(1, 3000, 33, 1.0)
     first = quantize_rows(rows, row_format, stochastic=True)
-    with threads(2):
+    with use_num_threads(2):
         assert torch.equal(quantize_rows(rows, row_format, stochastic=True), first)
         back = dequantize_rows(first, row_format, 33)
     assert torch.equal(back, dequantize_rows(first, row_format, 33))

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
-from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, initial_rows_of, random_bits, reference, table_key
+from meseta.measure.threads import use_num_threads
+from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, initial_rows_at, random_bits, reference, table_key
 from meseta.spec import InitSpec, MesetaError, TableSpec
 
 # Counter, key and result of Philox4x32-10 in the known-answer file of Random123 (Salmon et al., SC 2011).
@@ -105,15 +105,15 @@ def test_any_rows_are_those_of_the_whole(data: st.DataObject, kind: str, dtype: 
     c0 = data.draw(st.integers(0, table.embedding_dim - 1))
     columns = c0, data.draw(st.integers(c0 + 1, table.embedding_dim))
     rows = data.draw(st.lists(st.integers(0, table.num_embeddings - 1), max_size=40))
-    found = initial_rows_of(table, torch.tensor(rows, dtype=torch.int64), columns=columns, seed=3)
+    found = initial_rows_at(table, torch.tensor(rows, dtype=torch.int64), columns=columns, seed=3)
     assert torch.equal(found, cut(table, (0, table.num_embeddings), columns)[rows])
 
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 def test_many_rows_far_apart_on_several_threads(kind: str) -> None:
     table, rows = spec(kind, 2**40, 24), torch.arange(0, 2**40, 2**26 + 12345)[:9000]
-    with threads(3):
-        found = initial_rows_of(table, rows, columns=(5, 24), seed=3)
+    with use_num_threads(3):
+        found = initial_rows_at(table, rows, columns=(5, 24), seed=3)
     for place in (0, 1, 4097, 8999):
         row = int(rows[place])
         assert torch.equal(found[place], cut(table, (row, row + 1), (5, 24))[0])
@@ -123,7 +123,7 @@ def test_rows_are_spread_over_threads() -> None:
     table = spec("uniform", 3000, 13)
     whole = cut(table, (0, 3000), (0, 13))
     for count in (2, 3):
-        with threads(count):
+        with use_num_threads(count):
             assert torch.equal(cut(table, (0, 3000), (0, 13)), whole)
 
 

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.row_cache import EMPTY, FarFailure, NoRoom, PinnedRows, RowCache, far_memory, pin_rows
-from meseta.ops.row_cache.reference import ReferenceCache
+from meseta.ops.row_cache import (
+    EMPTY,
+    BackingStoreError,
+    CacheFullError,
+    PinnedRows,
+    RowCache,
+    memory_backing_store,
+    pin_rows,
+)
+from meseta.ops.row_cache.reference import ReferenceRowCache
 from meseta.spec import MesetaError
 
 NUM_ROWS, TO_READ = 40, 12
@@ -23,9 +31,9 @@ class Table:
         self.present = torch.zeros(NUM_ROWS, dtype=torch.bool)
         self.number = torch.zeros(num_slots + TO_READ, dtype=torch.int64)
         self.count = torch.zeros(num_slots + TO_READ, 1, dtype=torch.int32)
-        far = far_memory(self.records, self.present)
+        far = memory_backing_store(self.records, self.present)
         self.cache = RowCache(num_slots, TO_READ, NUM_ROWS, far, [self.number, self.count])
-        self.reference = ReferenceCache(num_slots, NUM_ROWS)
+        self.reference = ReferenceRowCache(num_slots, NUM_ROWS)
         self.counts = dict.fromkeys(range(NUM_ROWS), 0)
         """What each row's count has to be."""
         self.known: set[int] = set()
@@ -49,7 +57,7 @@ class Table:
 
 def wait(tables: list[Table], pinned: PinnedRows) -> None:
     for absent in pinned.wait():
-        tables[absent.cache].make(absent.rows, absent.slots)
+        tables[absent.cache_index].make(absent.rows, absent.slots)
 
 
 ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=9)
@@ -68,10 +76,10 @@ def test_each_row_has_its_values_and_leaves_as_in_plain_python(
     def end_first() -> None:
         rows, pinned = under_way.pop(0)
         wait(tables, pinned)
-        for table, own, slots in zip(tables, rows, pinned.places, strict=True):
+        for table, own, slots in zip(tables, rows, pinned.slots, strict=True):
             table.train(own, slots)
             table.reference.unpin(own)
-        pinned.end()
+        pinned.unpin()
 
     for first, second, to_read in batches:
         rows = [first, second]
@@ -80,19 +88,19 @@ def test_each_row_has_its_values_and_leaves_as_in_plain_python(
         if to_read:
             for _ in range(len(under_way)):
                 end_first()
-            pinned = pin_rows(caches, looked_up, to_read=True)
+            pinned = pin_rows(caches, looked_up, read_only=True)
             wait(tables, pinned)
-            for table, own, slots in zip(tables, rows, pinned.places, strict=True):
+            for table, own, slots in zip(tables, rows, pinned.slots, strict=True):
                 assert table.values(slots) == [(row, table.counts[row]) for row in own]
-            pinned.end()
+            pinned.unpin()
             continue
         fits = [len({*own, *_needed(under_way, i)}) <= num_slots[i] for i, own in enumerate(rows)]
         if not all(fits):
-            near = [table.cache.near_rows() for table in tables]
-            with pytest.raises(NoRoom) as refused:
+            near = [table.cache.cached_rows() for table in tables]
+            with pytest.raises(CacheFullError) as refused:
                 pin_rows(caches, looked_up)
-            assert not fits[refused.value.index]
-            assert all(torch.equal(table.cache.near_rows(), rows) for table, rows in zip(tables, near, strict=True))
+            assert not fits[refused.value.cache_index]
+            assert all(torch.equal(table.cache.cached_rows(), rows) for table, rows in zip(tables, near, strict=True))
             while under_way:
                 end_first()
             continue
@@ -101,7 +109,7 @@ def test_each_row_has_its_values_and_leaves_as_in_plain_python(
             expected = table.reference.pin(own)
             assert expected is not None
             places, missing, _ = expected
-            assert pinned.places[index].tolist() == places
+            assert pinned.slots[index].tolist() == places
             assert pinned.num_rows(index) == (len(set(own)), len(missing))
             assert torch.equal(table.cache.rows[: num_slots[index]], table.reference.rows)
         under_way.append((rows, pinned))
@@ -111,10 +119,10 @@ def test_each_row_has_its_values_and_leaves_as_in_plain_python(
         end_first()
     for table in tables:
         assert table.cache.num_pinned == 0
-        dirty = table.cache.dirty()
-        assert set(table.cache.rows[dirty].tolist()) == table.reference.dirty
+        dirty = table.cache.dirty_slots()
+        assert set(table.cache.rows[dirty].tolist()) == table.reference.dirty_rows
         table.cache.write_back(dirty)
-        assert table.cache.dirty().numel() == 0
+        assert table.cache.dirty_slots().numel() == 0
         assert set(table.present.nonzero().flatten().tolist()) == table.known
         kept = table.records[sorted(table.known)]
         assert kept[:, :8].reshape(-1).view(torch.int64).tolist() == sorted(table.known)
@@ -132,19 +140,19 @@ def test_rows_of_a_large_batch_on_several_threads() -> None:
     records, present = torch.zeros(num_rows, 8, dtype=torch.uint8), torch.ones(num_rows, dtype=torch.bool)
     records[:] = torch.arange(num_rows).view(-1, 1).view(torch.uint8)
     near = torch.zeros(60_000, dtype=torch.int64)
-    cache = RowCache(50_000, 10_000, num_rows, far_memory(records, present), [near])
+    cache = RowCache(50_000, 10_000, num_rows, memory_backing_store(records, present), [near])
     generator = torch.Generator().manual_seed(0)
     for number in range(6):
         rows = [torch.randint(0, num_rows, (size,), generator=generator) for size in (9_000, 0, 30_001)]
         rows.append(rows[0] + 0)
-        pinned = pin_rows([cache], [(0, own) for own in rows], to_read=number == 5 and len(cache.near_rows()) == 0)
+        pinned = pin_rows([cache], [(0, own) for own in rows], read_only=number == 5 and len(cache.cached_rows()) == 0)
         assert pinned.wait() == []
-        for own, places in zip(rows, pinned.places, strict=True):
+        for own, places in zip(rows, pinned.slots, strict=True):
             assert torch.equal(near[places], own)
         distinct = torch.cat(rows).unique()
         assert pinned.num_rows(0)[0] == len(distinct) == cache.num_pinned
         assert torch.equal(cache.rows[cache.find(distinct)], distinct)
-        pinned.end()
+        pinned.unpin()
     counters = cache.counters
     assert counters.num_lookups == 6 * 48_001 and 0 < counters.num_misses < counters.num_rows
     assert cache.num_pinned == 0
@@ -153,20 +161,22 @@ def test_rows_of_a_large_batch_on_several_threads() -> None:
 def test_rows_of_a_cache_that_moves_no_values() -> None:
     """As on a GPU: who has pinned them is told what goes and what comes."""
     records, present = torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool)
-    cache = RowCache(2, 0, 9, far_memory(records, present))
-    pin_rows([cache], [(0, torch.tensor([4, 7, 4]))]).end()
+    cache = RowCache(2, 0, 9, memory_backing_store(records, present))
+    pin_rows([cache], [(0, torch.tensor([4, 7, 4]))]).unpin()
     present[3], records[3] = True, 5
     pinned = pin_rows([cache], [(0, torch.tensor([3, 7]))])
     assert pinned.wait() == []
-    moved = pinned.moved(0)
-    assert moved.leaving.tolist() == [4] and torch.equal(moved.leaving_slots, moved.slots)
-    assert moved.rows.tolist() == [3] and cache.find(moved.rows).tolist() == moved.slots.tolist()
-    assert moved.present.tolist() == [True] and moved.records.tolist() == [[5] * 8]
+    moved = pinned.moves(0)
+    assert moved.evicted_rows.tolist() == [4] and torch.equal(moved.evicted_slots, moved.fetched_slots)
+    assert (
+        moved.fetched_rows.tolist() == [3] and cache.find(moved.fetched_rows).tolist() == moved.fetched_slots.tolist()
+    )
+    assert moved.is_written.tolist() == [True] and moved.records.tolist() == [[5] * 8]
     assert cache.find(torch.tensor([4, 7])).tolist()[0] == EMPTY
 
 
 def test_what_cannot_be_is_told() -> None:
-    far = far_memory(torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool))
+    far = memory_backing_store(torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool))
     cache = RowCache(2, 1, 9, far)
     with pytest.raises(MesetaError, match=r"rows\[1\] is 9, which there is not"):
         pin_rows([cache], [(0, torch.tensor([1, 9]))])
@@ -174,12 +184,12 @@ def test_what_cannot_be_is_told() -> None:
         pin_rows([cache], [(1, torch.tensor([1]))])
     with pytest.raises(MesetaError, match="cache 1 is given twice"):
         pin_rows([cache, cache], [(0, torch.tensor([1]))])
-    with pytest.raises(NoRoom, match="looks up 2 rows, 2 of which do not lie near, and others need 0 slots"):
-        pin_rows([cache], [(0, torch.tensor([1, 2]))], to_read=True)
+    with pytest.raises(CacheFullError, match="looks up 2 rows, 2 of which do not lie near, and others need 0 slots"):
+        pin_rows([cache], [(0, torch.tensor([1, 2]))], read_only=True)
     with pytest.raises(MesetaError, match="has not a row for each slot"):
         RowCache(2, 1, 9, far, [torch.zeros(2, 8, dtype=torch.uint8)])
     with pytest.raises(MesetaError, match="has 4 bytes near, and 8 far"):
         RowCache(2, 1, 9, far, [torch.zeros(3, 4, dtype=torch.uint8)])
     with pytest.raises(MesetaError, match="0 slots"):
         RowCache(0, 1, 9, far)
-    assert cache.num_pinned == 0 and issubclass(FarFailure, MesetaError)
+    assert cache.num_pinned == 0 and issubclass(BackingStoreError, MesetaError)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meseta.ops.core import core
-from meseta.ops.row_file import PART_BYTES, DiskEngine, FrozenRows, RowFile
-from meseta.ops.row_file.reference import RowsInMemory
+from meseta.ops.row_file import ROW_FILE_PART_BYTES, DiskEngine, RowFile, RowFileSnapshot
+from meseta.ops.row_file.reference import InMemoryRowFile
 from meseta.spec import MesetaError
 from row_file_cases import ENGINES, records_of
 
@@ -35,8 +35,8 @@ class Both:
     """A file and its oracle, with rows frozen of both."""
 
     file: RowFile
-    oracle: RowsInMemory
-    frozen: list[tuple[FrozenRows, RowsInMemory]] = field(default_factory=list)
+    oracle: InMemoryRowFile
+    frozen: list[tuple[RowFileSnapshot, InMemoryRowFile]] = field(default_factory=list)
 
     def write(self, rows: Tensor, seed: int) -> None:
         records = records_of(len(rows), self.file.record_bytes, seed)
@@ -54,7 +54,7 @@ class Both:
         assert torch.equal(here, there)
 
     def freeze(self) -> None:
-        self.frozen.append((self.file.freeze(), self.oracle.freeze()))
+        self.frozen.append((self.file.snapshot(), self.oracle.snapshot()))
 
     def check_frozen(self, first: int, stop: int) -> None:
         for rows, oracle in self.frozen:
@@ -84,7 +84,7 @@ def test_it_holds_what_a_dict_holds(
 ) -> None:
     sizes = {"record_bytes": record_bytes, "segment_bytes": SMALL, "part_bytes": num_rows * record_bytes // num_parts}
     file = RowFile(engine, "t", num_rows=num_rows, **sizes)
-    both = Both(file, RowsInMemory(num_rows, record_bytes))
+    both = Both(file, InMemoryRowFile(num_rows, record_bytes))
     for kind, seed, count in steps:
         rows = torch.from_numpy(np.random.default_rng(seed).integers(0, num_rows, count))
         first = seed % (num_rows + 1)
@@ -103,7 +103,7 @@ def test_it_holds_what_a_dict_holds(
                 file.flush()
     both.check(torch.arange(num_rows))
     both.check_frozen(0, num_rows)
-    assert file.num_present == len(both.oracle.records)
+    assert file.num_written_rows == len(both.oracle.records)
     file.close()
 
 
@@ -116,13 +116,13 @@ def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
 
 @pytest.mark.parametrize(
     ("record_bytes", "part_bytes"),
-    [(68, PART_BYTES), pytest.param(260, 1_000_000, marks=pytest.mark.soak), (1032, PART_BYTES)],
+    [(68, ROW_FILE_PART_BYTES), pytest.param(260, 1_000_000, marks=pytest.mark.soak), (1032, ROW_FILE_PART_BYTES)],
 )
 def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int, part_bytes: int) -> None:
     num_rows = 3_000_000 // record_bytes
     sizes = {"record_bytes": record_bytes, "segment_bytes": 2 * SMALL, "part_bytes": part_bytes}
     file = RowFile(engine, "t", num_rows=num_rows, **sizes)
-    both = Both(file, RowsInMemory(num_rows, record_bytes))
+    both = Both(file, InMemoryRowFile(num_rows, record_bytes))
     generator = torch.Generator().manual_seed(1)
     most = 1.5 * num_rows * record_bytes
     both.write(torch.arange(num_rows), 0)
@@ -130,7 +130,7 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
         both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
         assert file.file_bytes <= most
     assert os.stat(file.path).st_blocks * 512 <= most
-    frozen = file.freeze()
+    frozen = file.snapshot()
     for seed in range(13, 17):
         both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
     assert file.file_bytes > most  # what is frozen stays
@@ -140,15 +140,15 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
     wait_for(lambda: file.file_bytes <= most)  # room is given back in the background
     both.check(torch.arange(num_rows))
     counters = file.counters
-    assert counters.rows_written == num_rows + 20 * (num_rows // 4) and counters.rows_cleaned > 0
-    assert counters.written_bytes < 4.5 * counters.rows_written * record_bytes
+    assert counters.num_rows_written == num_rows + 20 * (num_rows // 4) and counters.num_rows_cleaned > 0
+    assert counters.written_bytes < 4.5 * counters.num_rows_written * record_bytes
     file.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_row_that_is_written_while_cleaning_moves_it_is_the_written_one(tmp_path: Path, kind: str) -> None:
     num_rows, width, num_rounds = 10, 5000, 700
-    engine = DiskEngine(tmp_path, kind, depth=1)  # cleaning waits for room, with a row in its hand
+    engine = DiskEngine(tmp_path, kind, queue_depth=1)  # cleaning waits for room, with a row in its hand
     file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=SMALL)
     random = np.random.default_rng(1)
     there, here = (torch.zeros(num_rows, width, dtype=torch.uint8) for _ in range(2))
@@ -160,14 +160,14 @@ def test_a_row_that_is_written_while_cleaning_moves_it_is_the_written_one(tmp_pa
         there.numpy()[rows.numpy()] = records.numpy()  # of a row that is there twice, the last one stays
         file.read(torch.arange(num_rows), here).wait()
         assert torch.equal(here, there)
-    assert file.counters.rows_cleaned > num_rounds
+    assert file.counters.num_rows_cleaned > num_rounds
     file.close()
 
 
 def test_parts_of_rows_that_were_written_at_random_are_read_in_few_large_requests(engine: DiskEngine) -> None:
     num_rows, width = 40_000, 260
     file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=16 * SMALL, part_bytes=1 << 21)
-    both = Both(file, RowsInMemory(num_rows, width))
+    both = Both(file, InMemoryRowFile(num_rows, width))
     both.write(torch.randperm(num_rows, generator=torch.Generator().manual_seed(2)), 0)
     file.flush()
     both.freeze()
@@ -175,9 +175,9 @@ def test_parts_of_rows_that_were_written_at_random_are_read_in_few_large_request
     for first in range(0, num_rows, file.part_rows):
         both.check_frozen(first, min(first + file.part_rows, num_rows))
     after = file.counters
-    assert file.part_rows == 4096 and after.rows_read - before.rows_read == num_rows
+    assert file.part_rows == 4096 and after.num_rows_read - before.num_rows_read == num_rows
     assert after.read_bytes - before.read_bytes < 1.1 * num_rows * width
-    assert after.reads - before.reads < 2 * num_rows * width / (16 * SMALL)
+    assert after.num_reads - before.num_reads < 2 * num_rows * width / (16 * SMALL)
     both.thaw()
     file.close()
 
@@ -201,7 +201,7 @@ def test_memory_that_is_used_is_told(engine: DiskEngine) -> None:
     file.flush()
     index = file.num_bytes() - empty
     assert 4 * (1 << 20) <= index < 4 * (1 << 20) * 1.02 + 300_000  # and one buffer
-    frozen = file.freeze()
+    frozen = file.snapshot()
     file.write(torch.arange(0, 1 << 20, 4096), torch.zeros(256, 16, dtype=torch.uint8))
     assert file.num_bytes() - empty > 2 * 4 * (1 << 20)  # each chunk was written to
     frozen.close()
@@ -218,7 +218,7 @@ def test_reads_are_limited(engine: DiskEngine) -> None:
     before = file.counters
     file.read(torch.arange(0, 10_000, 50), out).wait()
     after = file.counters
-    assert after.reads - before.reads == 200
+    assert after.num_reads - before.num_reads == 200
     assert after.wait_s - before.wait_s > 0.09  # 198 of them at the rate
     engine.max_reads_per_s = None
     file.close()
@@ -256,7 +256,7 @@ def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
         file.write(torch.tensor([0, 1]), out)
     with pytest.raises(MesetaError, match="values of a row have 6 bytes; its record has 8"):
         file.write(torch.tensor([0]), out[:, :3].contiguous(), out[:, :3].contiguous())
-    frozen = file.freeze()
+    frozen = file.snapshot()
     with pytest.raises(MesetaError, match="not among the 10 frozen rows"):
         frozen.read(10, out)
     file.close()

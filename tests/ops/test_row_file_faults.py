@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meseta.ops.row_cache import FarFailure, RowCache, pin_rows
-from meseta.ops.row_file import DiskEngine, RowFile, engine_facts
-from meseta.ops.row_file.engine import THREADS, why_no_io_uring
+from meseta.ops.row_cache import BackingStoreError, RowCache, pin_rows
+from meseta.ops.row_file import DiskEngine, RowFile, probe_engine
+from meseta.ops.row_file.engine import THREADS, io_uring_unavailable_reason
 from meseta.spec import MesetaError
 from row_file_cases import ENGINES, damage, records_of
 from small_disk import small_disk
@@ -102,8 +102,8 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
     cache = RowCache(8, 1, ROWS, file.handle, [near])
     pinned = pin_rows([cache], [(0, torch.arange(8))])
     assert pinned.wait() == []
-    pinned.end()
-    frozen, expected = file.freeze(), records_of(ROWS, WIDTH, 0)
+    pinned.unpin()
+    frozen, expected = file.snapshot(), records_of(ROWS, WIDTH, 0)
     file.engine.max_reads_per_s = 2000.0
     rows = torch.arange(0, ROWS, 20)
     outs = [torch.zeros(len(rows), WIDTH, dtype=torch.uint8) for _ in range(3)]
@@ -122,10 +122,10 @@ def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, t
     assert ended > 0
     with pytest.raises(MesetaError, match="it is closed"):
         frozen.read(0, torch.empty(ROWS, WIDTH, dtype=torch.uint8)).wait()
-    with pytest.raises(FarFailure) as failed:
-        cache.write_back(cache.dirty())
+    with pytest.raises(BackingStoreError) as failed:
+        cache.write_back(cache.dirty_slots())
     assert "it is closed, and its rows are gone" in str(file.explain(failed.value.failure))
-    with pytest.raises(FarFailure):
+    with pytest.raises(BackingStoreError):
         pin_rows([cache], [(0, torch.arange(100, 108))])
     assert os.fstat(other).st_size == 0
     os.close(other)
@@ -135,7 +135,7 @@ def test_an_error_of_the_system_is_named_and_the_rest_goes_on(file: RowFile, tmp
     file.flush()
     with in_its_place(file, str(tmp_path)), pytest.raises(MesetaError, match=named(file, "it cannot be read: .*direc")):
         read(file, torch.arange(ROWS))
-    if file.engine.facts.engine == THREADS:  # /proc/self/mem has no byte there
+    if file.engine.info.engine == THREADS:  # /proc/self/mem has no byte there
         with in_its_place(file, "/proc/self/mem"), pytest.raises(MesetaError, match="Input/output error"):
             read(file, torch.arange(ROWS))
     assert torch.equal(read(file, torch.arange(ROWS)), records_of(ROWS, WIDTH, 0))
@@ -237,10 +237,10 @@ def test_files_of_a_killed_process_go_at_the_next_start_and_others_stay(tmp_path
         stranger.write_bytes(b"")
         stranger.chmod(0o600)
         (tmp_path / "notes.meseta-rows").write_text("mine")
-        assert DiskEngine(tmp_path).removed == []
+        assert DiskEngine(tmp_path).removed_files == []
         killed.kill()
         killed.wait()
-        assert DiskEngine(tmp_path).removed == [paths[1]]
+        assert DiskEngine(tmp_path).removed_files == [paths[1]]
         assert paths[0].exists() and stranger.exists() and (tmp_path / "notes.meseta-rows").exists()
         living.send_signal(signal.SIGINT)
         living.wait()
@@ -278,14 +278,14 @@ libc, filters = ctypes.CDLL(None), b"".join(
 memory = ctypes.create_string_buffer(filters)
 program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory))
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
-from meseta.ops.row_file import engine_facts
+from meseta.ops.row_file import probe_engine
 from pathlib import Path
-print(engine_facts(Path(sys.argv[1])).text)
-engine_facts(Path(sys.argv[1]), "io_uring")
+print(probe_engine(Path(sys.argv[1])).text)
+probe_engine(Path(sys.argv[1]), "io_uring")
 """
 
 
-@pytest.mark.skipif(why_no_io_uring() is not None, reason="io_uring is forbidden already")
+@pytest.mark.skipif(io_uring_unavailable_reason() is not None, reason="io_uring is forbidden already")
 def test_threads_serve_where_the_system_forbids_io_uring(tmp_path: Path) -> None:
     child = subprocess.run(
         [sys.executable, "-c", FORBIDDEN, str(tmp_path)], check=False, capture_output=True, text=True
@@ -299,4 +299,4 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"storage: '.*file/tier' cannot be made .*; set storage.dir"):
         DiskEngine(tmp_path / "file" / "tier")
     with pytest.raises(MesetaError, match="engine 'fast' is unknown"):
-        engine_facts(tmp_path, "fast")
+        probe_engine(tmp_path, "fast")

@@ -13,7 +13,7 @@ from meseta.ops import row_update as ops
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import TableRows, UpdateCall
-from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError
 from optim.specs import SPECS
@@ -72,8 +72,8 @@ def test_stages(optimizer: str, dtype: torch.dtype) -> None:
         touched = TouchedRows(table, slots, gradient[by_slot], Hyper(0.1, 3, 64))
         stats = gradient.new_empty(0, 5)
         for stage in range(len(record.row_stats)):
-            stats = torch.cat([stats, stage_sums(record, stage, touched, stats).sum(-1)])
-        update_given(record, touched, stats)
+            stats = torch.cat([stats, stage_block_sums(record, stage, touched, stats).sum(-1)])
+        update_with_stats(record, touched, stats)
         results.append([own[of_row], *(state[of_row] for state in table.state.values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

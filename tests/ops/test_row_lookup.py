@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.row_lookup import reference, row_lookup
 from meseta.spec import MesetaError
 
@@ -48,7 +48,7 @@ def test_ids_between_the_bounds_alone_are_read() -> None:
 def test_many_ids_on_several_threads(count: int) -> None:
     tables = [torch.randn(1000, 16), torch.randn(70, 5)]
     ids = torch.cat([torch.randint(1000, (30_000,)), torch.randint(70, (20_000,))])
-    with threads(count):
+    with use_num_threads(count):
         got = row_lookup(tables, ids, [0, 30_000, 50_000])
     assert torch.equal(got[0], tables[0][ids[:30_000]]) and torch.equal(got[1], tables[1][ids[30_000:]])
 
@@ -59,7 +59,7 @@ def test_an_id_outside_names_its_table_and_place(bad: int) -> None:
     ids[15_000:] = 4  # after the first mistake, and one as well
     ids[12_345] = bad
     with (
-        threads(2),
+        use_num_threads(2),
         pytest.raises(MesetaError, match=rf"row_lookup: id {bad} for table 1, at position 2345 of its ids, .* 0\.\.2"),
     ):
         row_lookup([torch.zeros(1, 4), torch.zeros(3, 4)], ids, [0, 10_000, 20_000])

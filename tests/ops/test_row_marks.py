@@ -19,7 +19,7 @@ from meseta.ops.row_marks.row_set import CHUNK_ROWS, RowSet
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference
 from meseta.ops.row_update.call import ApplyCall, UpdateCall
-from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError
 from optim.specs import SPECS
@@ -57,15 +57,15 @@ def test_they_hold_what_sets_hold(num_rows: int, actions: Actions) -> None:
                 marks.clear(consumer)
                 sets[consumer].clear()
     for consumer, of in sets.items():
-        assert marks.rows(consumer).tolist() == sorted(of)
+        assert marks.marked_rows(consumer).tolist() == sorted(of)
 
 
 def test_many_rows_are_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meseta.ops.row_marks._WORDS_AT_ONCE", 7)
+    monkeypatch.setattr("meseta.ops.row_marks._CHUNK_WORDS", 7)
     rows = torch.from_numpy(np.unique(np.random.default_rng(0).integers(0, 1000, 400)))
     marks = RowMarks(1000)
     marks.add(rows, Consumer.SERVERS)
-    assert torch.equal(marks.rows(Consumer.SERVERS), rows) and not len(marks.rows(Consumer.CHECKPOINTS))
+    assert torch.equal(marks.marked_rows(Consumer.SERVERS), rows) and not len(marks.marked_rows(Consumer.CHECKPOINTS))
 
 
 def by_the_operator(call: UpdateCall) -> None:
@@ -118,12 +118,12 @@ def test_the_last_stage_marks_and_none_before(
     table = TableRows(weight, optimizer.init(weight), first_row=1000, row_ids=row_ids, marks=marks.words)
     slots = torch.tensor([0, 3, 17, 39])
     touched = TouchedRows(table, slots, torch.randn(4, 32, dtype=dtype), Hyper(0.1, 3, 32))
-    stats = torch.cat([stage_sums(optimizer, 0, touched, touched.gradient.new_empty(0, 4)).sum(2)])
-    update_given(optimizer, touched, stats, torch.ones((), dtype=dtype))
-    assert not len(marks.rows(Consumer.CHECKPOINTS))
-    update_given(optimizer, touched, stats)
+    stats = torch.cat([stage_block_sums(optimizer, 0, touched, touched.gradient.new_empty(0, 4)).sum(2)])
+    update_with_stats(optimizer, touched, stats, torch.ones((), dtype=dtype))
+    assert not len(marks.marked_rows(Consumer.CHECKPOINTS))
+    update_with_stats(optimizer, touched, stats)
     for consumer in Consumer:
-        assert torch.equal(marks.rows(consumer), row_ids[slots].sort().values)
+        assert torch.equal(marks.marked_rows(consumer), row_ids[slots].sort().values)
 
 
 def test_threads_that_share_words_lose_none() -> None:
@@ -140,7 +140,7 @@ def test_threads_that_share_words_lose_none() -> None:
             slots = torch.arange(turn, num_rows)
             bags = Bags(slots, torch.arange(len(slots) + 1), len(slots))
             ops.row_update(group, 0.1, 1, bags, [torch.ones(len(slots), 8)])
-            assert torch.equal(marks.rows(Consumer.SERVERS), row_ids[turn:].sort().values)
+            assert torch.equal(marks.marked_rows(Consumer.SERVERS), row_ids[turn:].sort().values)
     finally:
         torch.set_num_threads(threads)
 
@@ -150,8 +150,8 @@ def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_thr
     """Few rows of many at each step, as many as the log has room for, and more."""
     num_rows, random, threads = 70_001, np.random.default_rng(6), torch.get_num_threads()
     optimizer, marks, weight = make_row_optimizer(SPECS["sgd"]), RowMarks(num_rows), torch.zeros(num_rows, 8)
-    room = len(marks.with_log) - num_words(num_rows) - 1
-    table = TableRows(weight, optimizer.init(weight), marks=marks.with_log)
+    room = len(marks.words_and_log) - num_words(num_rows) - 1
+    table = TableRows(weight, optimizer.init(weight), marks=marks.words_and_log)
     group = UpdateGroup(optimizer, (table,), (8,), (FeatureGradient(0, 0, 0),))
     sets = {consumer: np.zeros(num_rows, bool) for consumer in Consumer}
     torch.set_num_threads(num_threads)
@@ -164,12 +164,12 @@ def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_thr
                 of[ids] = True
             if turn in (1, 2, 3, 7):
                 consumer = Consumer(turn % 2)
-                assert np.array_equal(marks.rows(consumer).numpy(), sets[consumer].nonzero()[0])
+                assert np.array_equal(marks.marked_rows(consumer).numpy(), sets[consumer].nonzero()[0])
                 marks.clear(consumer)
                 sets[consumer][:] = False
-        assert int(marks.with_log[num_words(num_rows)]) > 0, "no row is in the log"
+        assert int(marks.words_and_log[num_words(num_rows)]) > 0, "no row is in the log"
         for consumer, of in sets.items():
-            assert np.array_equal(marks.rows(consumer).numpy(), of.nonzero()[0])
+            assert np.array_equal(marks.marked_rows(consumer).numpy(), of.nonzero()[0])
     finally:
         torch.set_num_threads(threads)
 
@@ -227,10 +227,10 @@ def test_a_set_of_rows_holds_what_a_list_of_flags_does(
 
 
 def test_a_set_of_rows_is_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meseta.ops.row_marks.row_set.LISTED_ROWS", 64)
+    monkeypatch.setattr("meseta.ops.row_marks.row_set.ROWS_PER_PART", 64)
     marks, rows = RowMarks(1000), torch.from_numpy(np.unique(np.random.default_rng(0).integers(0, 1000, 400)))
     members = RowSet(1000)
     members.add(rows)
     assert torch.equal(torch.cat(list(members.parts())), rows)
     marks.add_set(members, Consumer.CHECKPOINTS)
-    assert torch.equal(marks.rows(Consumer.CHECKPOINTS), rows) and not len(marks.row_set(Consumer.SERVERS))
+    assert torch.equal(marks.marked_rows(Consumer.CHECKPOINTS), rows) and not len(marks.marked_set(Consumer.SERVERS))

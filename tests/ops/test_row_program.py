@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meseta.ops.row_program import program as row_program
-from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, Code
+from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, RowCode
 from meseta.ops.row_program.optimizer import (
     Hyper,
     RowOptimizer,
     RowState,
-    as_values,
-    block_sums,
+    broadcast_state,
     compute_dtype,
     element_state,
     reference_step,
     row_state,
-    sum_blocks,
+    sum_across_blocks,
+    sum_in_blocks,
     where,
 )
-from meseta.ops.row_program.program import Program, exact_sqrt, run_code, trace
+from meseta.ops.row_program.program import RowProgram, exact_sqrt, interpret, trace
 from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
@@ -46,17 +46,19 @@ def with_the_root_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_program(
-    program: Program, rows: Tensor, gradient: Tensor, state: RowState, hyper: Hyper
+    program: RowProgram, rows: Tensor, gradient: Tensor, state: RowState, hyper: Hyper
 ) -> tuple[Tensor, RowState]:
     """`reference_step` by the program: whole rows [U, D], their gradient and state; returns new rows and state."""
     dtype = compute_dtype(rows.dtype)
-    values = [as_values(state)[name] for name in program.state_names]
-    done = run_code(program.whole, program.uniform_values(hyper), rows.to(dtype), gradient.to(dtype), values, [])
+    values = [broadcast_state(state)[name] for name in program.state_names]
+    done = interpret(
+        program.fused_update, program.uniform_values(hyper), rows.to(dtype), gradient.to(dtype), values, []
+    )
     new = zip(program.state_names, program.state_kinds, done.state, strict=True)
     return done.weight, {name: value if kind == "element" else value.squeeze(1) for name, kind, value in new}
 
 
-def assert_same(program: Program, optimizer: RowOptimizer, dtype: torch.dtype, num_steps: int = 5) -> None:
+def assert_same(program: RowProgram, optimizer: RowOptimizer, dtype: torch.dtype, num_steps: int = 5) -> None:
     """Program and Python agree in every bit of rows and state."""
     rows = draw(6, DIM, dtype=dtype)
     state = optimizer.init(rows)
@@ -83,20 +85,20 @@ def test_stages_and_given_have_the_bits_of_whole(spec: OptimizerSpec, dtype: tor
     optimizer = make_row_optimizer(spec)
     program = trace(optimizer)
     rows, g = draw(6, DIM, dtype=dtype), draw(6, DIM, seed=1, dtype=dtype)
-    state = list(as_values(optimizer.init(rows)).values())
+    state = list(broadcast_state(optimizer.init(rows)).values())
     uniforms, stats = program.uniform_values(HYPER), list[Tensor]()
     for names, code in zip(program.stat_names, program.stages, strict=True):
-        summands = run_code(code, uniforms, rows, g, state, stats).summands
+        summands = interpret(code, uniforms, rows, g, state, stats).summands
         assert len(summands) == len(names)
-        stats += [sum_blocks(block_sums(summand))[:, None] for summand in summands]
-    whole = run_code(program.whole, uniforms, rows, g, state, [])
-    given_ = run_code(program.given, uniforms, rows, g, state, stats)
+        stats += [sum_across_blocks(sum_in_blocks(summand))[:, None] for summand in summands]
+    whole = interpret(program.fused_update, uniforms, rows, g, state, [])
+    given_ = interpret(program.staged_update, uniforms, rows, g, state, stats)
     assert torch.equal(whole.weight, given_.weight)
     assert all(torch.equal(a, b) for a, b in zip(whole.state, given_.state, strict=True))
 
 
-def codes(program: Program) -> list[Code]:
-    return [program.whole, program.given, *program.stages]
+def codes(program: RowProgram) -> list[RowCode]:
+    return [program.fused_update, program.staged_update, *program.stages]
 
 
 @every
@@ -135,7 +137,7 @@ REGISTERS = {"sgd": 2, "adagrad": 3, "rowwise_adagrad": 2, "adam": 3, "rowwise_a
 
 @pytest.mark.parametrize("name", REGISTERS)
 def test_few_registers(name: str) -> None:
-    assert trace(make_row_optimizer(OptimizerSpec(name=name))).whole.num_element_registers <= REGISTERS[name]
+    assert trace(make_row_optimizer(OptimizerSpec(name=name))).fused_update.num_element_registers <= REGISTERS[name]
 
 
 def test_the_program_of_rowwise_adagrad() -> None:
@@ -144,7 +146,7 @@ def test_the_program_of_rowwise_adagrad() -> None:
     assert program.stat_names == (("gradient_sq",),)
     stage = [(Op(op).name, dst, a, b, c) for op, dst, a, b, c in program.stages[0].instructions.tolist()]
     assert stage == [("MUL", 0, 0, 0, -1), ("STORE_STAT", -1, 0, 0, -1)]
-    ops = [Op(op).name for op, *_ in program.whole.instructions.tolist()]
+    ops = [Op(op).name for op, *_ in program.fused_update.instructions.tolist()]
     assert " ".join(sorted(ops)) == (
         "ADD ADD DIV DIV LOAD_STATE LOAD_WEIGHT MUL MUL MUL SQRT STORE_STATE STORE_WEIGHT SUB SUM"
     )
@@ -162,7 +164,7 @@ def test_equal_terms_are_computed_once_and_dead_ones_never() -> None:
         _ = (g / w).sqrt()
         return w - (g * 2.0 + 2.0 * g) * (g * 2.0), state
 
-    ops = [Op(row[0]).name for row in trace(optimizer_of(update)).whole.instructions.tolist()]
+    ops = [Op(row[0]).name for row in trace(optimizer_of(update)).fused_update.instructions.tolist()]
     assert " ".join(sorted(ops)) == "ADD LOAD_WEIGHT MUL MUL STORE_WEIGHT SUB"
 
 
@@ -184,7 +186,7 @@ def test_states_that_change_places() -> None:
 
     optimizer = optimizer_of(update, init=init)
     assert_same(trace(optimizer), optimizer, torch.float32, num_steps=3)
-    assert (Op.STORE_STATE, 2) not in [(row[0], row[3]) for row in trace(optimizer).whole.instructions.tolist()]
+    assert (Op.STORE_STATE, 2) not in [(row[0], row[3]) for row in trace(optimizer).fused_update.instructions.tolist()]
 
 
 @pytest.mark.usefixtures("with_the_root_of_torch")
@@ -211,7 +213,7 @@ def test_all_that_is_allowed() -> None:
         assert_same(trace(optimizer), optimizer, dtype)
 
 
-def sgd_with(change: Callable[[Any, Any, Any], Any]) -> Callable[[], Program]:
+def sgd_with(change: Callable[[Any, Any, Any], Any]) -> Callable[[], RowProgram]:
     return lambda: trace(optimizer_of(lambda w, g, state, stats, h: (w - change(w, g, h), state)))
 
 
@@ -220,7 +222,7 @@ def in_place(w: Any, g: Any, h: Any) -> Any:
     return g
 
 
-REFUSED: list[tuple[Callable[[], Program], str]] = [
+REFUSED: list[tuple[Callable[[], RowProgram], str]] = [
     (sgd_with(lambda w, g, h: g if w > 0 else w), "a decision in Python that depends on a value"),
     (sgd_with(lambda w, g, h: g if h.step > 3 else w), "a comparison of two plain numbers"),
     (sgd_with(lambda w, g, h: g if h.step == 3 else w), "=="),
@@ -246,7 +248,7 @@ REFUSED: list[tuple[Callable[[], Program], str]] = [
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_cannot_be_traced_is_named(make: Callable[[], Program], words: str) -> None:
+def test_what_cannot_be_traced_is_named(make: Callable[[], RowProgram], words: str) -> None:
     with pytest.raises(MesetaError) as caught:
         make()
     assert "row optimizer 'mine'" in str(caught.value) and words in str(caught.value), str(caught.value)

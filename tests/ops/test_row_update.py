@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.row_program.lowering import UNUSED, Code
+from meseta.ops.row_program.lowering import UNUSED, RowCode
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_program.symbols import Op
@@ -113,7 +113,7 @@ def step_sgd(table: TableRows, bags: Bags, gradient: Tensor, lr: float = 0.1) ->
 def by_reference(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The same by the reference, whatever the type of rows."""
     with monkeypatch.context() as patch:
-        patch.setattr("meseta.ops.row_update.KINDS", {})
+        patch.setattr("meseta.ops.row_update.DTYPE_CODES", {})
         return problem.run()
 
 
@@ -137,10 +137,10 @@ def test_programs_that_were_compiled_have_the_bits_of_those_that_are_interpreted
     optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = make_problem(2, optimizer, dtype, dims=(16, 7, 64, 2064))
-    compiled, code = problem.run(), trace(problem.optimizer).whole
+    compiled, code = problem.run(), trace(problem.optimizer).fused_update
     # One more load, of a value that nobody reads: a program that the core does not know.
     load = torch.tensor([[Op.LOAD_WEIGHT, code.num_element_registers, UNUSED, UNUSED, UNUSED]], dtype=torch.int32)
-    longer = replace(trace(problem.optimizer), whole=Code(torch.cat([load, code.instructions]), 0, 0))
+    longer = replace(trace(problem.optimizer), fused_update=RowCode(torch.cat([load, code.instructions]), 0, 0))
     monkeypatch.setattr("meseta.ops.row_update.call.trace", lambda _: longer)
     assert same(problem.run(), compiled)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thread_cases
-from meseta.machine.processors import this_processor
+from meseta.machine.processors import read_processor
 from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.mlp import reference
 from thread_cases import CASES, differing
@@ -57,7 +57,7 @@ SAMPLE_AND_PARTS = [None, *(pytest.param(part, marks=pytest.mark.soak) for part 
 def test_threads_change_no_bit(part: int | None) -> None:
     """But those of bfloat16 with AMX, which is told."""
     cases = [CASES[number] for number in numbers(part)]
-    if this_processor().why_threads_change_bits():
+    if read_processor().thread_dependence_reason():
         cases = [case for case in cases if case["dtype"] != torch.bfloat16 or case["call"] != "layer"]
     assert differing(cases) == []
 
@@ -66,7 +66,7 @@ def test_threads_change_no_bit(part: int | None) -> None:
 @pytest.mark.parametrize("name", ["no AMX", pytest.param("avx2", marks=pytest.mark.soak), "baseline"])
 def test_threads_change_no_bit_on_a_lesser_processor(name: str, part: int | None) -> None:
     if name == "no AMX":
-        if not this_processor().why_threads_change_bits():
+        if not read_processor().thread_dependence_reason():
             pytest.skip("the processor, or ONEDNN_MAX_CPU_ISA, has no AMX")
         chosen = [number for number in numbers(part) if CASES[number]["dtype"] == torch.bfloat16]
     else:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.unique import reference, unique
 from meseta.spec import MesetaError
 
@@ -46,7 +46,7 @@ def test_equals_numpy_group_by_group(problem: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("num_rows", [1, 50, 2**40])
 def test_many_ids_equal_torch_unique(count: int, num_rows: int) -> None:
     ids = torch.randint(num_rows, (50_000,))
-    with threads(count):
+    with use_num_threads(count):
         got = unique(ids)
     rows, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     assert torch.equal(got.rows, rows) and torch.equal(got.inverse, inverse) and torch.equal(got.counts, counts)

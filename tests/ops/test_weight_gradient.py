@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meseta.measure.threads import threads
+from meseta.measure.threads import use_num_threads
 from meseta.ops.weight_gradient import reference, weight_gradient
 from meseta.spec import MesetaError
 
@@ -63,7 +63,7 @@ def test_equals_autograd() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_same_bits_for_any_number_of_threads(count: int) -> None:
     args = problem(5, 4000, [16, 50], torch.float32, torch.int64)
-    with threads(count):
+    with use_num_threads(count):
         got = weight_gradient(*args, [True, True], [False, True])
     assert torch.equal(got, reference.weight_gradient(*args, [True, True], [False, True]))
 

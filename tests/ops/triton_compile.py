@@ -76,11 +76,11 @@ def lists(architecture: int) -> dict[str, Any]:
             | {"ids": INTS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
         ),
         "first": (
-            id_policy._name_first,
+            id_policy._report_first_error,
             dict.fromkeys(("first_error", "counts", "words"), WORDS)
             | {"ids": WORDS, "offsets": WORDS, "num_features": "i32", "num_ids": "i32"},
         ),
-        "addresses": (triton_shared._write, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
+        "addresses": (triton_shared._write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
         "items": (
             kernels.list_items,
@@ -108,7 +108,7 @@ def updates(architecture: int) -> dict[str, Any]:
         ("rowwise_adagrad", tl.float16, 1, 32),
     ):
         program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
-        instructions = tuple(map(tuple, program.whole.instructions.tolist()))
+        instructions = tuple(map(tuple, program.fused_update.instructions.tolist()))
         kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
         types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
         types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
@@ -125,9 +125,9 @@ def codecs(architecture: int) -> dict[str, Any]:
         for drawn in (0, 1, 2) if index > 2 else (0,):
             types = common | {"out": "*u8", "overflows": WORDS if name == "fp16" else None}
             types |= {"keys": WORDS if drawn else None, "rows": WORDS if drawn == 2 else None}
-            types["FORM"] = codec.form(index, drawn, 4, 4)
+            types["FORM"] = codec.kernel_variant(index, drawn, 4, 4)
             found[f"encode {name} {drawn}"] = compiled(codec.encode_blocks, types, architecture)
-        types = common | {"out": FLOATS, "stride": "i32", "FORM": codec.form(index, 0, 4, 4)}
+        types = common | {"out": FLOATS, "stride": "i32", "FORM": codec.kernel_variant(index, 0, 4, 4)}
         found[f"decode {name}"] = compiled(codec.decode_blocks, types, architecture)
     return found
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meseta.config import DenseOptimizerConfig
-from meseta.optim.clip import DenseClip, global_norm
+from meseta.optim.clip import GradientClipper, global_norm
 from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError
 
@@ -138,18 +138,18 @@ def gradients(scale: float = 1.0) -> list[nn.Parameter]:
 @pytest.mark.parametrize("limit", [0.5, 100.0, 1e6])
 def test_clipping_by_norm_and_by_value_equals_torch(limit: float) -> None:
     ours, theirs = gradients(), gradients()
-    DenseClip(norm=limit)(ours)
+    GradientClipper(norm=limit)(ours)
     nn.utils.clip_grad_norm_(theirs, limit)
     for a, b in zip(ours[:-1], theirs[:-1], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
     ours, theirs = gradients(), gradients()
-    DenseClip(value=limit, norm=20.0)(ours)
+    GradientClipper(value=limit, norm=20.0)(ours)
     nn.utils.clip_grad_value_(theirs, limit)
     nn.utils.clip_grad_norm_(theirs, 20.0)
     for a, b in zip(ours[:-1], theirs[:-1], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
     assert ours[-1].grad is None
-    DenseClip()(ours)
+    GradientClipper()(ours)
 
 
 def test_the_norm_is_exact_and_a_gradient_that_is_no_number_is_told() -> None:
@@ -161,7 +161,7 @@ def test_the_norm_is_exact_and_a_gradient_that_is_no_number_is_told() -> None:
         parameters = gradients()
         parameters[0].grad[3, 3] = value  # type: ignore[index]
         with pytest.raises(MesetaError, match="not finite"):
-            DenseClip(norm=1.0)(parameters)
+            GradientClipper(norm=1.0)(parameters)
 
 
 @pytest.mark.usefixtures("threads")

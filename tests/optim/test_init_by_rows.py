@@ -11,7 +11,7 @@ from torch import Tensor
 from meseta.ops.row_program.optimizer import RowState
 from meseta.optim import RowOptimizer, element_state, make_row_optimizer, row_state
 from meseta.spec import MesetaError, OptimizerSpec, TableSpec
-from meseta.storage.tiered import check_init
+from meseta.storage.tiered import check_row_init
 from optim.specs import every
 
 
@@ -26,7 +26,7 @@ def own(init: Callable[[Tensor], RowState]) -> RowOptimizer:
 @every
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_rows_of_the_optimizers_stand_alone(spec: OptimizerSpec, dtype: str) -> None:
-    check_init(table(7, dtype), make_row_optimizer(spec))
+    check_row_init(table(7, dtype), make_row_optimizer(spec))
 
 
 @pytest.mark.parametrize("dim", [1, 16])
@@ -38,7 +38,7 @@ def test_a_state_may_follow_from_its_row(dim: int) -> None:
             "nan": torch.full_like(weight, torch.nan),
         }
     )
-    check_init(table(dim), norms)
+    check_row_init(table(dim), norms)
 
 
 BAD_INITS: dict[str, Callable[[Tensor], RowState]] = {
@@ -60,4 +60,4 @@ BAD_INITS: dict[str, Callable[[Tensor], RowState]] = {
 def test_an_init_that_looks_at_several_rows_is_refused(init: Callable[[Tensor], RowState]) -> None:
     told = r"table 'users': .* `init` of optimizer 'mine:make' gives a row another state alone .* in 'hbm'"
     with pytest.raises(MesetaError, match=told):
-        check_init(table(), own(init))
+        check_row_init(table(), own(init))

@@ -15,10 +15,10 @@ from meseta.ops.row_program.optimizer import (
     RowState,
     Values,
     apply_update,
-    as_values,
-    block_sums,
+    broadcast_state,
     reference_step,
-    sum_blocks,
+    sum_across_blocks,
+    sum_in_blocks,
 )
 from meseta.optim import make_row_optimizer
 from meseta.spec import COLUMN_BLOCK, OptimizerSpec
@@ -149,12 +149,12 @@ def column_cuts(data: st.DataObject, dim: int) -> list[tuple[int, int]]:
 @given(dim=st.integers(1, 100), data=st.data(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_column_shards_have_the_statistics_of_the_whole(dim: int, data: st.DataObject, dtype: torch.dtype) -> None:
     squares = draw(5, dim, seed=dim, dtype=dtype) ** 2
-    whole = block_sums(squares)
+    whole = sum_in_blocks(squares)
     assert whole.shape == (5, -(-dim // COLUMN_BLOCK))
-    together = torch.cat([block_sums(squares[:, a:b].contiguous()) for a, b in column_cuts(data, dim)], dim=1)
+    together = torch.cat([sum_in_blocks(squares[:, a:b].contiguous()) for a, b in column_cuts(data, dim)], dim=1)
     assert torch.equal(together, whole)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
-    torch.testing.assert_close(sum_blocks(whole), squares.sum(1), rtol=tolerance, atol=0)
+    torch.testing.assert_close(sum_across_blocks(whole), squares.sum(1), rtol=tolerance, atol=0)
 
 
 def test_block_sums_add_a_fixed_tree() -> None:
@@ -162,7 +162,7 @@ def test_block_sums_add_a_fixed_tree() -> None:
     # meet first, and the last sum, 1e8 + 8, is kept.
     values = torch.ones(1, 16)
     values[0, 0], values[0, 8] = 1e8, 0.0
-    assert block_sums(values).item() == 1e8 + 8
+    assert sum_in_blocks(values).item() == 1e8 + 8
 
 
 @every
@@ -183,9 +183,9 @@ def test_column_shards_give_the_bits_of_the_whole(
         blocks: dict[str, list[Tensor]] = {}
         for a, b in cuts:
             w, own, own_state = shard(a, b)
-            for name, summand in stage(w, own, as_values(own_state), stats, h).items():
-                blocks.setdefault(name, []).append(block_sums(summand))
-        stats = stats | {name: sum_blocks(torch.cat(parts, dim=1))[:, None] for name, parts in blocks.items()}
+            for name, summand in stage(w, own, broadcast_state(own_state), stats, h).items():
+                blocks.setdefault(name, []).append(sum_in_blocks(summand))
+        stats = stats | {name: sum_across_blocks(torch.cat(parts, dim=1))[:, None] for name, parts in blocks.items()}
     for a, b in cuts:
         part, part_state = apply_update(ours, *shard(a, b), stats, h)
         assert torch.equal(part, whole[:, a:b])

@@ -13,7 +13,7 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
-from meseta.optim.clip import DenseClip
+from meseta.optim.clip import GradientClipper
 from meseta.pipeline import Pipeline
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 from sampling import product, sample
@@ -90,7 +90,7 @@ def batch(step: int) -> Batch:
 
 
 def pipeline(ours: Ours, optimizer: torch.optim.Optimizer, **options: Any) -> Pipeline:
-    return Pipeline(ours, optimizer, World.single(), clip=DenseClip(norm=LIMIT, with_rows=True), **options)
+    return Pipeline(ours, optimizer, World.single(), clip=GradientClipper(norm=LIMIT, includes_rows=True), **options)
 
 
 def loss_of(logits: Tensor, data: Batch) -> Tensor:
@@ -167,7 +167,7 @@ def test_lookups_that_do_not_see_the_last_update_are_clipped_alike() -> None:
     ours = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3)))
     plain, former = Plain(ours), Plain(ours)
     train = pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))
-    train.stale = True
+    train.uses_stale_embeddings = True
     batches = [batch(step) for step in range(8)]
     for data, _ in zip(batches, train.steps(iter(batches)), strict=True):
         logits = plain.score(data.dense, former.pooled(data.sparse))

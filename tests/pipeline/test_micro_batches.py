@@ -6,14 +6,14 @@ import pytest
 
 from meseta.errors import UnknownColumnError
 from meseta.pipeline.agreement import LateNonFiniteLoss
-from meseta.pipeline.micro_batches import told_by_number
+from meseta.pipeline.micro_batches import micro_batch_error_context
 from meseta.spec import MesetaError
 
 
 def test_an_error_names_its_micro_batch_and_keeps_its_attributes() -> None:
     error = UnknownColumnError("log", "usr", ["user"])
     error.rank = 2
-    with pytest.raises(UnknownColumnError) as caught, told_by_number(0, 3):
+    with pytest.raises(UnknownColumnError) as caught, micro_batch_error_context(0, 3):
         raise error
     assert str(caught.value) == "micro-batch 1 of 3: log has no column 'usr'; did you mean 'user'?"
     assert (caught.value.column, caught.value.rank, caught.value.remedy) == ("usr", 2, "did you mean 'user'?")
@@ -21,6 +21,6 @@ def test_an_error_names_its_micro_batch_and_keeps_its_attributes() -> None:
 
 @pytest.mark.parametrize(("num_parts", "error"), [(1, MesetaError("lost")), (3, LateNonFiniteLoss("it is inf"))])
 def test_errors_without_a_micro_batch_are_raised_as_they_are(num_parts: int, error: MesetaError) -> None:
-    with pytest.raises(MesetaError) as caught, told_by_number(0, num_parts):
+    with pytest.raises(MesetaError) as caught, micro_batch_error_context(0, num_parts):
         raise error
     assert caught.value is error

@@ -18,7 +18,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
 from meseta.pipeline import Pipeline, StageTimes
-from meseta.pipeline.side_copy import SideCopies
+from meseta.pipeline.device_copy import DeviceCopier
 from meseta.spec import FeatureSpec, TableSpec
 
 CPU = torch.device("cpu")
@@ -88,13 +88,13 @@ def make(streams: Streams | None, accumulate_steps: int = 1) -> Pipeline:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     pipeline = Pipeline(model, optimizer, World.single(), accumulate_steps=accumulate_steps)
     if streams is not None:
-        pipeline.side_copies = SideCopies(CPU, pipeline.times, cuda=streams, new_buffer=streams.new_buffer)
+        pipeline.device_copier = DeviceCopier(CPU, pipeline.stage_times, cuda=streams, new_buffer=streams.new_buffer)
     return pipeline
 
 
 def test_the_computation_waits_for_the_copy_and_the_memory_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, batch = Streams(monkeypatch), replace(batches(1)[0], weight=torch.ones(6))
-    take = SideCopies(CPU, StageTimes(), cuda=streams, new_buffer=streams.new_buffer).begin(batch)
+    take = DeviceCopier(CPU, StageTimes(), cuda=streams, new_buffer=streams.new_buffer).start(batch)
     assert streams.events == ["packed on main", "event on side"]
     streams.events.clear()
     copied = take()

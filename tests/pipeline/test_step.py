@@ -14,7 +14,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
-from meseta.optim.clip import DenseClip
+from meseta.optim.clip import GradientClipper
 from meseta.pipeline import Pipeline, StageTimes
 from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
@@ -134,7 +134,7 @@ def test_the_loss_of_weighted_samples_and_several_tasks(
 def test_only_the_dense_gradients_are_clipped() -> None:
     models = [TwoTasks(2), TwoTasks(2)]
     before = [p.detach().clone() for p in models[0].parameters()]
-    for model, clip in zip(models, (None, DenseClip(norm=0.01)), strict=True):
+    for model, clip in zip(models, (None, GradientClipper(norm=0.01)), strict=True):
         Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), clip=clip)(example(2, None))
     moved = [
         torch.cat([(p.detach() - old).flatten() for p, old in zip(m.parameters(), before, strict=True)]) for m in models
@@ -171,7 +171,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
     step, _ = make()
     step(batch())
     step(batch())
-    times = step.times.take()
+    times = step.stage_times.pop_means()
     assert set(times) == {
         "data",
         "copy",
@@ -184,7 +184,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
         "update",
     }
     assert all(seconds > 0 for seconds in times.values())
-    assert step.times.take() == {}
+    assert step.stage_times.pop_means() == {}
 
 
 def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -
         pass
     times.end_step()
     times.end_step()
-    assert times.take() == {"data": 1.5}
+    assert times.pop_means() == {"data": 1.5}
 
 
 def test_a_stage_inside_another_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +207,9 @@ def test_a_stage_inside_another_is_timed_apart(monkeypatch: pytest.MonkeyPatch) 
     with times.stage("backward"), times.stage("table_update"):
         pass
     times.end_step()
-    assert times.take() == {"backward": 7.0, "table_update": 3.0}
+    assert times.pop_means() == {"backward": 7.0, "table_update": 3.0}
     with times.stage("backward"):
         pass
     times.end_step()
-    assert times.take() == {"backward": 1.0}
-    assert times.over_life() == {"backward": 4.0, "table_update": 1.5}
+    assert times.pop_means() == {"backward": 1.0}
+    assert times.lifetime_means() == {"backward": 4.0, "table_update": 1.5}

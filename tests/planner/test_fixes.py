@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from meseta.planner import DoesNotFitError, find_plan
-from meseta.planner.cost.sizes import cell_bytes
+from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints
 from planning_cases import random_workload
 
 
 def table_bytes(table: TableSpec) -> int:
-    return cell_bytes(table, table.num_embeddings, table.embedding_dim)
+    return shard_storage_bytes(table, table.num_embeddings, table.embedding_dim)
 
 
 def refused(workload: Workload, topology: Topology, constraints: Constraints | None = None) -> DoesNotFitError:
@@ -27,13 +27,13 @@ def check_promises(error: DoesNotFitError) -> None:
     assert error.fixes
     received = pickle.loads(pickle.dumps(error))
     assert (str(received), received.certificate) == (str(error), error.certificate)
-    assert [fix.text for fix in received.fixes] == [fix.text for fix in error.fixes]
+    assert [fix.text for fix in received.fixes] == [fix.description for fix in error.fixes]
     for fix in error.fixes:
         task = fix.task
         found = find_plan(task.workload, task.topology, task.cost_model, task.constraints)
         assert found.prediction.step_s == fix.step_s
         assert found.prediction.peak_bytes().max() <= task.topology.hbm_bytes
-        assert f"{1e3 * fix.step_s:.3g} ms" in str(error) and fix.text in str(error)
+        assert f"{1e3 * fix.step_s:.3g} ms" in str(error) and fix.description in str(error)
 
 
 def test_too_small_devices_are_named_with_bytes_and_changes_that_help() -> None:
@@ -41,7 +41,7 @@ def test_too_small_devices_are_named_with_bytes_and_changes_that_help() -> None:
     total = sum(table_bytes(table) for table in workload.tables)
     error = refused(workload, Topology(devices_per_host=2, device="h100", hbm_bytes=int(0.45 * total)))
     assert "too much" in error.certificate and "'t1'" in error.certificate
-    kinds = [fix.text.split()[0] for fix in error.fixes]
+    kinds = [fix.description.split()[0] for fix in error.fixes]
     assert kinds[0] == "store" and sorted(kinds[1:]) == ["give", "use"]  # what needs no machines comes first
     check_promises(error)
 
@@ -55,8 +55,8 @@ def test_a_table_that_constraints_keep_whole_may_be_cut() -> None:
     )
     error = refused(workload, topology, constraints)
     assert f"{largest.name!r}" in error.certificate and "larger than the room of a device" in error.certificate
-    assert any("row_wise" in fix.text and largest.name in fix.text for fix in error.fixes)
-    assert not any("float16" in fix.text for fix in error.fixes)
+    assert any("row_wise" in fix.description and largest.name in fix.description for fix in error.fixes)
+    assert not any("float16" in fix.description for fix in error.fixes)
     check_promises(error)
 
 

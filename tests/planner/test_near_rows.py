@@ -11,14 +11,14 @@ import pytest
 
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.planner import DoesNotFitError, documented_cost_model, find_plan, predict
-from meseta.planner.cost.loads import Pieces, WorkloadLoads
-from meseta.planner.cost.memory import RunBytes, plan_memory
-from meseta.planner.cost.near_misses import SHORT, gamma_below, near_misses
+from meseta.planner.cost.cache_misses import SHORT_HALF_LIFE, cache_misses, gamma_cdf
+from meseta.planner.cost.loads import ShardArrays, WorkloadLoads
+from meseta.planner.cost.memory import RunBytes, plan_memory_bytes
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
 from meseta.planner.cost.reuse import Floats
-from meseta.planner.search.near_rows import share_near_rows
+from meseta.planner.search.cache_allocation import allocate_cache_rows
 from meseta.spec import CostModel, FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
-from meseta.spec.tiers import FILE_SHARE, INDEX_BYTES, SLOT_BYTES, TIERS, StorageOptions
+from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, MAX_FILE_SIZE_RATIO, ROW_INDEX_BYTES, TIERS, StorageOptions
 from meseta.storage import TieredShard, make_storages
 
 ROWS = {"wide": (3_000, 32), "narrow": (5_000, 4), "third": (700, 16)}
@@ -40,7 +40,7 @@ def workload(tables: tuple[TableSpec, ...]) -> Workload:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rowwise_adagrad"])
 @pytest.mark.parametrize("near_bytes", [None, 200_000])
 def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer: str, near_bytes: int | None) -> None:
-    tables, options = made(optimizer), StorageOptions(dir=tmp_path, near_bytes=near_bytes)
+    tables, options = made(optimizer), StorageOptions(dir=tmp_path, cache_bytes=near_bytes)
     places = {"wide": {"tier": "disk"}, "narrow": {"tier": "cached"}, "third": {"tier": "disk", "near_rows": 123}}
     plan = Plan.from_dict({"tables": {n: {"sharding": "table_wise", **of} for n, of in places.items()}}, tables, 1)
     pieces = [(table, plan[table.name].shards[0]) for table in tables]
@@ -51,19 +51,21 @@ def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer:
         assert isinstance(storage, TieredShard)
         slots = storage.cache.num_slots
         record = sum(value[:1].nbytes for value in storage.values.values())
-        assert storage.cache.near_rows().numel() == 0 and slots == (123 if table.name == "third" else slots)
-        tensors, near = tensors + slots * record, near + slots * (record + SLOT_BYTES)
+        assert storage.cache.cached_rows().numel() == 0 and slots == (123 if table.name == "third" else slots)
+        tensors, near = tensors + slots * record, near + slots * (record + CACHE_SLOT_OVERHEAD_BYTES)
         far += table.num_embeddings * record * (shard.tier == "cached")
         index += 4 * table.num_embeddings * (shard.tier == "disk")
         on_disk += table.num_embeddings * record * (shard.tier == "disk")
-    held = plan_memory(plan, workload(tables), 1, RunBytes(storage=options), is_cpu=True)["start"]
+    held = plan_memory_bytes(plan, workload(tables), 1, RunBytes(storage=options), is_cpu=True)["start"]
     assert held["hbm"]["tables"] + held["hbm"]["optimizer_state"] == [near + far + index] and tensors < near
     assert not held["host"]["tables"] + held["host"]["optimizer_state"]
-    assert held["disk"]["tables"] + held["disk"]["optimizer_state"] == [FILE_SHARE * on_disk]
+    assert held["disk"]["tables"] + held["disk"]["optimizer_state"] == [MAX_FILE_SIZE_RATIO * on_disk]
     if near_bytes is not None:  # all but what a row that does not fit in leaves, of those that share it
-        third = 123 * (SLOT_BYTES + tensors_of(tables[2]))
+        third = 123 * (CACHE_SLOT_OVERHEAD_BYTES + tensors_of(tables[2]))
         assert (
-            0 <= near_bytes - (near - third) - INDEX_BYTES * ROWS["wide"][0] < 2 * (SLOT_BYTES + tensors_of(tables[0]))
+            0
+            <= near_bytes - (near - third) - ROW_INDEX_BYTES * ROWS["wide"][0]
+            < 2 * (CACHE_SLOT_OVERHEAD_BYTES + tensors_of(tables[0]))
         )
 
 
@@ -79,14 +81,14 @@ def test_memory_elsewhere_is_told_apart() -> None:
     size = tensors_of(tables[0])
     document = {"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 30}}}
     plan = Plan.from_dict(document, tables, 1)
-    held = plan_memory(plan, workload(tables), 1)["start"]
+    held = plan_memory_bytes(plan, workload(tables), 1)["start"]
     both = [held[name]["tables"] + held[name]["optimizer_state"] for name in ("hbm", "host", "disk")]
-    assert both == [30 * (size + SLOT_BYTES), 3_000 * size, 0]
+    assert both == [30 * (size + CACHE_SLOT_OVERHEAD_BYTES), 3_000 * size, 0]
     shard = replace(plan["wide"].shards[0], tier="disk")
     plan = replace(plan, tables=(replace(plan["wide"], shards=(shard,)),))
-    held = plan_memory(plan, workload(tables), 1, RunBytes(copies=True))["steady"]
+    held = plan_memory_bytes(plan, workload(tables), 1, RunBytes(saves_from_copies=True))["steady"]
     both = [held[name]["tables"] + held[name]["optimizer_state"] for name in ("hbm", "host", "disk")]
-    assert both == [0, 30 * (size + SLOT_BYTES) + 4 * 3_000, FILE_SHARE * 3_000 * size]
+    assert both == [0, 30 * (size + CACHE_SLOT_OVERHEAD_BYTES) + 4 * 3_000, MAX_FILE_SIZE_RATIO * 3_000 * size]
     assert held["host"]["copies"] == [0]
 
 
@@ -125,9 +127,9 @@ def test_misses_are_those_of_an_exact_cache(power: float, share: float) -> None:
     num_rows, size = 6_000, 200
     chances, near = zipf(num_rows, power), int(share * num_rows)
     batches = drawn(chances, size, 500)
-    exact = lrfu_misses(batches, num_rows, near, SHORT * near)
+    exact = lrfu_misses(batches, num_rows, near, SHORT_HALF_LIFE * near)
     one = np.ones((1, num_rows))
-    told = near_misses(one, size * chances[None], np.array([float(near)]), np.array([float(size)]))
+    told = cache_misses(one, size * chances[None], np.array([float(near)]), np.array([float(size)]))
     assert told[0] == pytest.approx(exact, rel=0.06)
     # From a histogram, which shows no row by itself, and few of the rare ones well.
     counted = FeatureStatistics(num_rows)
@@ -136,18 +138,20 @@ def test_misses_are_those_of_an_exact_cache(power: float, share: float) -> None:
     tables = (TableSpec(name="t", num_embeddings=num_rows, embedding_dim=16),)
     work = replace(workload(tables), batch_size=size, loads={"t": FeatureLoad(reuse=reuse)})
     loads = WorkloadLoads(work)
-    pieces = Pieces.of(0, (0, num_rows), (0, 16), TIERS.index("disk"), near)
-    assert loads.loads(pieces).tier_misses[0] == pytest.approx(exact, rel=0.12)
-    halves = Pieces.of(0, ([0, 3_000], [3_000, 6_000]), (0, 16), TIERS.index("disk"), near // 2)
-    assert loads.loads(halves).tier_misses.sum() == pytest.approx(loads.loads(pieces).tier_misses[0], rel=1e-6)
+    pieces = ShardArrays.from_values(0, (0, num_rows), (0, 16), TIERS.index("disk"), near)
+    assert loads.shard_loads(pieces).tier_misses[0] == pytest.approx(exact, rel=0.12)
+    halves = ShardArrays.from_values(0, ([0, 3_000], [3_000, 6_000]), (0, 16), TIERS.index("disk"), near // 2)
+    assert loads.shard_loads(halves).tier_misses.sum() == pytest.approx(
+        loads.shard_loads(pieces).tier_misses[0], rel=1e-6
+    )
 
 
 def test_rows_that_are_all_alike_are_missed_in_proportion() -> None:
     loads = WorkloadLoads(replace(workload(made("sgd")), batch_size=500))
-    pieces = Pieces.of(1, (0, 5_000), (0, 4), TIERS.index("cached"), [500, 2_500, 4_900, 5_000])
+    pieces = ShardArrays.from_values(1, (0, 5_000), (0, 4), TIERS.index("cached"), [500, 2_500, 4_900, 5_000])
     distinct = 5_000 * -np.expm1(500 * np.log1p(-1 / 5_000))
     expected = distinct * np.array([0.9, 0.5, 0.02, 0.0])
-    assert loads.loads(pieces).tier_misses == pytest.approx(expected, rel=0.03, abs=1e-9)
+    assert loads.shard_loads(pieces).tier_misses == pytest.approx(expected, rel=0.03, abs=1e-9)
 
 
 def test_a_few_popular_rows_of_many_stay_near() -> None:
@@ -157,7 +161,9 @@ def test_a_few_popular_rows_of_many_stay_near() -> None:
     load = FeatureLoad(reuse=replace(counted.result().reuse, window_samples=32_768))
     table = replace(made("sgd")[0], num_embeddings=100_000)
     loads = WorkloadLoads(replace(workload((table,)), batch_size=2_048, loads={table.name: load}))
-    misses = loads.loads(Pieces.of(0, (0, 100_000), (0, 32), TIERS.index("disk"), [2, 8, 500])).tier_misses
+    misses = loads.shard_loads(
+        ShardArrays.from_values(0, (0, 100_000), (0, 32), TIERS.index("disk"), [2, 8, 500])
+    ).tier_misses
     assert 0.5 < misses[0] <= 3 and misses[1:] == pytest.approx([0, 0], abs=0.01)
 
 
@@ -165,7 +171,7 @@ def test_gamma_law_of_whole_shapes() -> None:
     x = np.logspace(-3, 1.5, 50)
     for shape in (1, 2, 5):
         exact = 1 - np.exp(-x) * sum(x**k / math.factorial(k) for k in range(shape))
-        assert gamma_below(np.full(50, float(shape)), x) == pytest.approx(exact, abs=0.004)
+        assert gamma_cdf(np.full(50, float(shape)), x) == pytest.approx(exact, abs=0.004)
 
 
 def skewed(near_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]:
@@ -177,7 +183,7 @@ def skewed(near_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]
     even.add_window(np.concatenate(drawn(zipf(3_000, 0.0), 64, 512)), 32_768)
     told = {"wide": counted, "even": even}
     loads = {name: FeatureLoad(reuse=replace(of.result().reuse, window_samples=32_768)) for name, of in told.items()}
-    options = StorageOptions(near_bytes=near_bytes, **limits)
+    options = StorageOptions(cache_bytes=near_bytes, **limits)
     return replace(workload(tables), loads=loads), RunBytes(storage=options)
 
 
@@ -189,14 +195,16 @@ def test_room_goes_to_the_rows_that_save_most() -> None:
     near_bytes = 1_000_000
     work, run = skewed(near_bytes)
     model, topology = documented_cost_model("cpu"), Topology()
-    plan = share_near_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, topology, model, run)
-    near = [plan[name].shards[0].near_rows or 0 for name in ("wide", "even")]
-    one = SLOT_BYTES + tensors_of(work.tables[0])
+    plan = allocate_cache_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, topology, model, run)
+    near = [plan[name].shards[0].cache_rows or 0 for name in ("wide", "even")]
+    one = CACHE_SLOT_OVERHEAD_BYTES + tensors_of(work.tables[0])
     assert 0 <= near_bytes - 2 * 4 * 3_000 - one * sum(near) < 2 * one
     loads, tier = WorkloadLoads(work), TIERS.index("disk")
 
     def misses(counts: list[int]) -> float:
-        return float(loads.loads(Pieces.of([0, 1], (0, 3_000), (0, 32), tier, counts)).tier_misses.sum())
+        return float(
+            loads.shard_loads(ShardArrays.from_values([0, 1], (0, 3_000), (0, 32), tier, counts)).tier_misses.sum()
+        )
 
     splits = [[int(part * sum(near)), sum(near) - int(part * sum(near))] for part in np.linspace(0.1, 0.9, 81)]
     best = min(misses(split) for split in splits if min(split) > 200)
@@ -207,26 +215,28 @@ def test_what_is_advised_and_what_stays_as_it_is() -> None:
     work, run = skewed(None)
     model, topology = documented_cost_model("cpu"), Topology()
     given = Plan.from_dict(ON_DISK, work.tables, 1)
-    advised = share_near_rows(given, work, topology, model, run)
+    advised = allocate_cache_rows(given, work, topology, model, run)
     steps = [
-        predict(share_near_rows(given, work, topology, model, skewed(size)[1]), work, topology, model).step_s
+        predict(allocate_cache_rows(given, work, topology, model, skewed(size)[1]), work, topology, model).step_s
         for size in (200_000, 500_000, 1_000_000, 5_000_000)
     ]
     assert steps == sorted(steps, reverse=True)
     assert predict(advised, work, topology, model).step_s <= 1.04 * steps[-1]
     unknown = replace(work, loads={})
-    assert share_near_rows(given, unknown, topology, model, run) == given
+    assert allocate_cache_rows(given, unknown, topology, model, run) == given
     written = Plan.from_dict({"tables": {"*": {**ON_DISK["tables"]["*"], "near_rows": 77}}}, work.tables, 1)
-    assert share_near_rows(written, work, topology, model, run) == written
+    assert allocate_cache_rows(written, work, topology, model, run) == written
 
 
 def test_reads_hide_behind_the_step_and_no_further() -> None:
     work, run = skewed(200_000)
-    plan = share_near_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, Topology(), documented_cost_model("cpu"), run)
+    plan = allocate_cache_rows(
+        Plan.from_dict(ON_DISK, work.tables, 1), work, Topology(), documented_cost_model("cpu"), run
+    )
     model = documented_cost_model("cpu")
     model = replace(model, tiers=replace(model.tiers, disk_row_s=1e-7))
     free = predict(plan, work, Topology(), model, run=run)
-    missed = sum(free.misses.values())
+    missed = sum(free.cache_misses.values())
     assert 0 < missed < 128 and free.step_s > free.disk_s.max()
     for limit in (10 * missed / free.step_s, 0.5 * missed / free.step_s):
         found = predict(plan, work, Topology(), model, run=skewed(200_000, max_reads_per_s=limit)[1])
@@ -250,7 +260,8 @@ def test_rows_near_in_the_memory_of_a_gpus_host_go_there_and_back() -> None:
         near, resident = (
             sum(
                 operator_seconds(
-                    replace(model, tiers=base), loads.loads(Pieces.of(0, (0, 3_000), (0, 32), TIERS.index(of), 3_000))
+                    replace(model, tiers=base),
+                    loads.shard_loads(ShardArrays.from_values(0, (0, 3_000), (0, 32), TIERS.index(of), 3_000)),
                 )
             )
             for of in (tier, "hbm")
@@ -274,7 +285,7 @@ def test_rows_that_lie_beside_each_other_are_read_together(num_rows: int) -> Non
     """Against places drawn at random in a file."""
     table = replace(made("sgd")[0], num_embeddings=num_rows)
     loads = WorkloadLoads(replace(workload((table,)), batch_size=400))
-    load = loads.loads(Pieces.of(0, (0, num_rows), (0, 32), TIERS.index("disk"), 1_000))
+    load = loads.shard_loads(ShardArrays.from_values(0, (0, num_rows), (0, 32), TIERS.index("disk"), 1_000))
     model = documented_cost_model("cpu")
     tiers = replace(model.tiers, disk_row_s=1.0, disk_bytes_per_s=1e30, disk_write_bytes_per_s=1e30)
     per_row = disk_seconds(replace(model, tiers=tiers), load)[0]
@@ -296,7 +307,7 @@ def test_tables_that_memory_has_no_room_for_lie_on_the_disk() -> None:
     found = find_plan(work, small)
     tiers = {entry.table: entry.shards[0] for entry in found.plan.tables}
     assert {shard.tier for shard in tiers.values()} == {"hbm", "disk"}
-    assert all((shard.near_rows or 0) > 0 for shard in tiers.values() if shard.tier == "disk")
+    assert all((shard.cache_rows or 0) > 0 for shard in tiers.values() if shard.tier == "disk")
     held = [phase["hbm"][0] + phase["host"][0] for phase in found.prediction.memory_bytes.values()]
     assert 0.98 * (small.hbm_bytes or 0) < max(held) <= (small.hbm_bytes or 0)
     tied = OptimizerSpec(name="adam", stepped_rows="all")
@@ -321,8 +332,8 @@ def test_saves_of_every_policy_and_tier_are_counted(tier: str, deltas: bool) -> 
     tables = [TableSpec(name="item", num_embeddings=1_000_000, embedding_dim=64, optimizer=optimizer)]
     work = workload(tuple(tables))
     document = {"tables": {"*": {"sharding": "table_wise", "tier": tier}}}
-    run = RunBytes(deltas=deltas, saves_beside=True, storage=StorageOptions())
-    held = plan_memory(Plan.from_dict(document, tables, 1), work, 1, run)["checkpoint"]
+    run = RunBytes(has_deltas=deltas, saves_during_training=True, storage=StorageOptions())
+    held = plan_memory_bytes(Plan.from_dict(document, tables, 1), work, 1, run)["checkpoint"]
     block, part, ids = 65_536 * 268, 131_072 * 260, 8 * 65_536
     written = 4 * (block + 16_384 + ids) + deltas * (4 * ids + 3 * 1_000_000 // 8)
     if tier == "disk":

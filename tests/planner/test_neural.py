@@ -29,7 +29,7 @@ def test_corrections_multiply_what_the_constants_say() -> None:
     assert after.seconds["lookup"] == pytest.approx(np.exp(0.5) * before.seconds["lookup"])
     assert after.seconds["update"] == pytest.approx(np.exp(-0.25) * before.seconds["update"])
     byte_s = CPU.exchange.copy_byte_s
-    packing_s = sum(float((own.sent_inside + own.received_inside).max()) * byte_s for own in before.collectives)
+    packing_s = sum(float((own.sent_intra_host + own.received_intra_host).max()) * byte_s for own in before.collectives)
     bucket_s = before.step_s - before.compute_s.max() - packing_s
     bucket_s -= sum(float(own.seconds(CPU, topology).max()) for own in before.collectives)
     exchange_s = sum(float(own.seconds(CPU, topology).max()) for own in before.collectives)
@@ -78,8 +78,8 @@ def test_networks_judge_plans(seed: int, gains: bool) -> None:
     assert found.prediction.step_s <= 1.03 * every_plan(work, model, topology)
     assert found.prediction.step_s == pytest.approx(predict(found.plan, work, topology, model).step_s, rel=1e-12)
     # The bound holds for the constants, and so does the gap that is printed.
-    assert found.priced_s == pytest.approx(predict(found.plan, work, topology, constants).step_s)
-    assert found.bound.step_s <= found.priced_s and alone.priced_s == alone.prediction.step_s
+    assert found.constants_step_s == pytest.approx(predict(found.plan, work, topology, constants).step_s)
+    assert found.bound.step_s <= found.constants_step_s and alone.constants_step_s == alone.prediction.step_s
     assert find_plan(work, topology, model, rules).plan == found.plan
 
 

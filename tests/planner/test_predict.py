@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from meseta.planner import documented_cost_model, predict
-from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.loads import ShardArrays, WorkloadLoads
 from meseta.planner.cost.memory import PHASES, received_bytes
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
-from meseta.planner.search.pricing import Cuts
+from meseta.planner.search.cost_estimator import ShardPartitioning
 from meseta.spec import (
     DenseLoad,
     FeatureLoad,
@@ -49,16 +49,16 @@ def workload(
 
 def seconds(work: Workload) -> tuple[float, float]:
     loads = WorkloadLoads(work)
-    lookup, update = operator_seconds(documented_cost_model("cpu"), loads.loads(loads.whole()))
+    lookup, update = operator_seconds(documented_cost_model("cpu"), loads.shard_loads(loads.whole_tables()))
     return float(lookup[0]), float(update[0])
 
 
 def test_ids_and_bags_are_counted() -> None:
-    loads = WorkloadLoads(workload()).loads(WorkloadLoads(workload()).whole())
-    assert (loads.ids[0], loads.bags[0], loads.rows_out[0]) == (40_960, 4096, 4096)
+    loads = WorkloadLoads(workload()).shard_loads(WorkloadLoads(workload()).whole_tables())
+    assert (loads.num_ids[0], loads.num_bags[0], loads.num_output_rows[0]) == (40_960, 4096, 4096)
     assert (loads.row_bytes[0], loads.state_bytes[0]) == (256, 4)
     one = np.ones(1, np.int64)
-    cut = Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one)
+    cut = ShardPartitioning(host_row_parts=0 * one, column_parts=one, host_column_parts=one, row_parts=one)
     ids, answers = received_bytes(step_transfers(workload(), None, 2, 2), loads, cut, 2)
     assert (ids[0], answers[0]) == (4 * (4096 + 40_960), 4096 * 64 * 4)
 
@@ -79,11 +79,11 @@ def test_frozen_rows_are_not_updated() -> None:
 def test_row_ranges_share_the_lookups_of_their_table() -> None:
     for is_sorted in (False, True):
         loads = WorkloadLoads(workload(is_sorted=is_sorted))
-        pieces = Pieces.of(0, ([0, 1000, 30_000], [1000, 30_000, 100_000]), (0, 64))
+        pieces = ShardArrays.from_values(0, ([0, 1000, 30_000], [1000, 30_000, 100_000]), (0, 64))
         share = loads.lookup_share(pieces)
         assert share.sum() == pytest.approx(1.0)
-        distinct = loads.distinct(pieces, 4096.0)
-        assert distinct.sum() == pytest.approx(loads.distinct(loads.whole(), 4096.0)[0])
+        distinct = loads.distinct_rows(pieces, 4096.0)
+        assert distinct.sum() == pytest.approx(loads.distinct_rows(loads.whole_tables(), 4096.0)[0])
         if is_sorted:
             assert share[0] > 0.15 > share[2]
         else:
@@ -92,11 +92,11 @@ def test_row_ranges_share_the_lookups_of_their_table() -> None:
 
 def test_a_larger_cache_fetches_fewer_rows() -> None:
     loads = WorkloadLoads(workload())
-    pieces, nobody = loads.whole(), np.zeros(1, np.int64)
-    held = [loads.held_samples(pieces, nobody, 1, size)[0] for size in (1e4, 1e6, 1e8)]
+    pieces, nobody = loads.whole_tables(), np.zeros(1, np.int64)
+    held = [loads.hardware_cached_samples(pieces, nobody, 1, size)[0] for size in (1e4, 1e6, 1e8)]
     assert held == sorted(held)
-    assert loads.distinct(pieces, held[1])[0] * 64 * 5 == pytest.approx(1e6, rel=0.1)
-    misses = [loads.loads(pieces, held_samples=samples).lookup_misses[0] for samples in held]
+    assert loads.distinct_rows(pieces, held[1])[0] * 64 * 5 == pytest.approx(1e6, rel=0.1)
+    misses = [loads.shard_loads(pieces, hardware_cached_samples=samples).lookup_misses[0] for samples in held]
     assert misses == sorted(misses, reverse=True)
 
 
@@ -104,8 +104,8 @@ def test_tiers_cost_more_the_further_away_they_are() -> None:
     loads = WorkloadLoads(workload(rows=10_000_000))
     found = []
     for tier in (0, 2, 1, 3):  # hbm, cached, host, disk
-        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier, 2_000_000)
-        model, load = documented_cost_model("a100"), loads.loads(pieces)
+        pieces = ShardArrays.from_values(0, (0, 10_000_000), (0, 64), tier, 2_000_000)
+        model, load = documented_cost_model("a100"), loads.shard_loads(pieces)
         found.append(float((sum(operator_seconds(model, load)) + load.tier_misses * disk_seconds(model, load))[0]))
     assert found[0] <= found[1] <= found[2] < found[3]
 
@@ -130,7 +130,7 @@ def test_replicas_hold_their_gradient_and_exchange_it_alone() -> None:
     found = predict(plan("data_parallel", work, 2), work, topology)
     checkpoint, start = (found.memory_bytes[phase]["hbm"][0] for phase in ("checkpoint", "start"))
     assert checkpoint - start == 100_000 * 65 * 4 + 3 * 4_000_000
-    sent = {own.name: own.sent_inside.sum() for own in found.collectives}
+    sent = {own.name: own.sent_intra_host.sum() for own in found.collectives}
     assert sent["replicas"] == 2 * 100_000 * 65 * 4
     assert sent["ids"] == sent["answers"] == 0
 

@@ -23,26 +23,26 @@ def zipf(random: np.random.Generator, count: int, num_rows: int, exponent: float
 def test_rows_that_are_alike_follow_the_closed_form() -> None:
     classes = row_classes([1000], [2.0], [None])
     expected = 1000 * (1 - (1 - 1 / 1000) ** 500)
-    assert classes.distinct(np.array([500.0]))[0] == pytest.approx(expected, rel=1e-3)
-    assert classes.distinct(np.array([1e9]))[0] == pytest.approx(1000)
+    assert classes.distinct_rows(np.array([500.0]))[0] == pytest.approx(expected, rel=1e-3)
+    assert classes.distinct_rows(np.array([1e9]))[0] == pytest.approx(1000)
 
 
 def test_rows_that_came_once_are_all_distinct() -> None:
     classes = row_classes([10_000], [1.0], [one_bin(0)])
-    assert classes.distinct(np.array([250.0]))[0] == pytest.approx(250, rel=1e-6)
-    assert classes.distinct(np.array([1000.0]))[0] == pytest.approx(1000, rel=1e-6)
+    assert classes.distinct_rows(np.array([250.0]))[0] == pytest.approx(250, rel=1e-6)
+    assert classes.distinct_rows(np.array([1000.0]))[0] == pytest.approx(1000, rel=1e-6)
 
 
 def test_rows_that_came_twice_follow_the_closed_form() -> None:
     classes = row_classes([10_000], [1.0], [one_bin(1)])
-    assert classes.distinct(np.array([500.0]))[0] == pytest.approx(500 * (1 - 0.5**2), rel=1e-6)
+    assert classes.distinct_rows(np.array([500.0]))[0] == pytest.approx(500 * (1 - 0.5**2), rel=1e-6)
 
 
 def test_distinct_rows_grow_and_never_exceed_the_table_or_the_lookups() -> None:
     reuse = Reuse(window_samples=1000, edges=(0, 1, 2), rows=(0.5, 0.3, 0.2), lookups=(0.1, 0.12, 0.78))
     classes = row_classes([700] * 60, [3.0] * 60, [reuse] * 60)
     ids = np.geomspace(1, 1e7, 60)
-    found = classes.distinct(ids)
+    found = classes.distinct_rows(ids)
     assert (np.diff(found) >= -1e-9).all()
     assert (found <= np.minimum(ids, 700) + 1e-6).all()
     assert found[-1] == pytest.approx(700, rel=1e-3)
@@ -58,4 +58,4 @@ def test_batches_of_other_sizes_agree_with_simulation(exponent: float, num_rows:
     classes = row_classes([num_rows], [1.0], [counted.result().reuse])
     for size in (256, 2048, 16_384, 65_536, 131_072):
         batches = [np.unique(ids[start : start + size]).size for start in range(0, 2 * window - size + 1, size)][:8]
-        assert classes.distinct(np.array([float(size)]))[0] == pytest.approx(np.mean(batches), rel=0.06)
+        assert classes.distinct_rows(np.array([float(size)]))[0] == pytest.approx(np.mean(batches), rel=0.06)

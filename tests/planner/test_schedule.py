@@ -14,14 +14,14 @@ from meseta.planner import predict
 from meseta.planner.cost.schedule import Action, Schedule, step_program
 from meseta.spec import DenseLoad, Link, Plan, Topology
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.transfer import INSIDE
+from meseta.spec.transfer import INTRA_HOST_SUFFIX
 from meseta.spec.workload import DenseExchange
 from planning_cases import random_workload
 
 FLAT = ("counts", "ids", "answers", "agree", "gradients", "dense")
 MORE = (*FLAT, "batch norm", "gradients of batch norm", "replicas", "row statistics", "norms")
 TWINS = ("whole bags", "gradients of whole bags")
-TWO_LEVEL = (*MORE, *TWINS, "counts" + INSIDE, "ids" + INSIDE)
+TWO_LEVEL = (*MORE, *TWINS, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 COMPUTED = {
     "lookup": 2.0, "before": 3.0, "score": 1.0, "back of score": 2.0, "back of before": 6.0, "update": 4.0,
 }  # fmt: skip
@@ -50,7 +50,7 @@ def step_s(hidden: Sequence[Overlap], seconds: dict[str, float], num_parts: int 
 )
 def test_closed_forms(hidden: Sequence[Overlap], seconds: dict[str, float], exposed: float) -> None:
     assert step_s(hidden, seconds) == pytest.approx(18.0 + exposed)
-    waits = Schedule(step_program(hidden, 1, seconds)).waits(COMPUTED | seconds)
+    waits = Schedule(step_program(hidden, 1, seconds)).wait_seconds(COMPUTED | seconds)
     assert sum(waits.values()) == pytest.approx(exposed)
 
 
@@ -66,11 +66,11 @@ def simulated_s(program: Sequence[Action], seconds: dict[str, float], num_steps:
     now, link_free, ends, marks = 0.0, 0.0, dict[tuple[str, int], float](), list[float]()
     for _ in range(num_steps):
         for action in program:
-            place = (action.name, action.part)
+            place = (action.name, action.instance)
             if action.kind == "compute":
-                now += action.share * seconds.get(action.name, 0.0)
+                now += action.time_share * seconds.get(action.name, 0.0)
             elif action.kind == "begin":
-                link_free = max(now, link_free) + action.share * seconds.get(action.name, 0.0)
+                link_free = max(now, link_free) + action.time_share * seconds.get(action.name, 0.0)
                 ends[place] = link_free
             else:
                 now = max(now, ends.get(place, 0.0))
@@ -85,7 +85,9 @@ def test_a_simulation_of_many_steps_takes_as_long(seed: int, num_parts: int, pac
     """Where nothing that is waited for at once passes a sum."""
     draw = np.random.default_rng(seed)
     schedule = Schedule(step_program(OVERLAPS, num_parts, FLAT))
-    seconds = {name: float(10 ** draw.uniform(-2, 0)) for name in schedule.names if packs or "packing" not in name}
+    seconds = {
+        name: float(10 ** draw.uniform(-2, 0)) for name in schedule.timed_names if packs or "packing" not in name
+    }
     assert schedule.step_s(seconds) == pytest.approx(simulated_s(schedule.actions, seconds), rel=1e-9)
 
 
@@ -101,19 +103,19 @@ def test_a_step_is_never_longer_than_its_sum(
 ) -> None:
     draw = np.random.default_rng(seed)
     off, on = (Schedule(step_program(one, num_parts, names)) for one in ((), hidden))
-    seconds = {name: float(10 ** draw.uniform(-2, 0)) for name in on.names}
+    seconds = {name: float(10 ** draw.uniform(-2, 0)) for name in on.timed_names}
     total = sum(seconds.values())
     alone = {name: 0.0 if name.endswith(("replicas", "counts")) else spent_s for name, spent_s in seconds.items()}
     assert off.step_s(alone) == pytest.approx(sum(alone.values()))  # these two always travel by themselves
     found = on.step_s(seconds)
     assert found <= total * (1 + 1e-12)
     computed = {action.name: seconds[action.name] for action in on.actions if action.kind == "compute"}
-    assert sum(on.waits(seconds).values()) + sum(computed.values()) == pytest.approx(found)
-    longer = seconds | {name: seconds[name] * float(draw.uniform(1, 3)) for name in draw.choice(on.names, 4)}
+    assert sum(on.wait_seconds(seconds).values()) + sum(computed.values()) == pytest.approx(found)
+    longer = seconds | {name: seconds[name] * float(draw.uniform(1, 3)) for name in draw.choice(on.timed_names, 4)}
     assert on.step_s(longer) >= found * (1 - 1e-12)
     # Whatever all else takes, the longest cycle of these seconds is a sum of parts that no step is below.
-    _, cycles = on.longest(on.durations(longer))
-    assert float(on.durations(seconds)[0] @ cycles[0]) <= found * (1 + 1e-12)
+    _, cycles = on.longest_cycle(on.duration_array(longer))
+    assert float(on.duration_array(seconds)[0] @ cycles[0]) <= found * (1 + 1e-12)
 
 
 SLOW = Link(bytes_per_s=2e8, latency_s=2e-4)
@@ -123,19 +125,21 @@ DENSE = DenseLoad(flops_per_sample=3e6, parameter_bytes=2_000_000, before_flops_
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize(("hosts", "exchange"), [((1, 2), None), ((2, 2), "flat"), ((2, 2), "two_level")])
 def test_predicted_steps(hosts: tuple[int, int], exchange: str | None, num_parts: int) -> None:
-    work = replace(random_workload(5, 2), dense=DENSE, dense_exchange=DenseExchange(num_tensors=4, num_parts=num_parts))
+    work = replace(
+        random_workload(5, 2), dense=DENSE, dense_exchange=DenseExchange(num_tensors=4, num_micro_batches=num_parts)
+    )
     topology = Topology(num_hosts=hosts[0], devices_per_host=hosts[1], inside=SLOW, across=SLOW)
     document = {"tables": {"t0": "table_row_wise", "*": "row_wise"}, "devices_per_host": hosts[1]}
     plan = Plan.from_dict(document, work.tables, topology.num_ranks)
     plan = replace(plan, exchange=exchange)  # type: ignore[arg-type]
     off, on = predict(plan, work, topology), predict(plan, replace(work, overlap=OVERLAPS), topology)
     assert on.step_s < off.step_s
-    for link_s, waited_s, off_s in zip(on.link_s, on.waited_s, off.waited_s, strict=True):
+    for link_s, waited_s, off_s in zip(on.link_s, on.exposed_s, off.exposed_s, strict=True):
         assert (waited_s >= 0).all() and off_s == pytest.approx(link_s)
-    assert sum(waited.sum() for waited in on.waited_s) < sum(waited.sum() for waited in off.waited_s)
+    assert sum(waited.sum() for waited in on.exposed_s) < sum(waited.sum() for waited in off.exposed_s)
     bottleneck = {name: values[on.bottleneck] for name, values in on.seconds.items()}
     assert sum(bottleneck.values()) <= on.step_s * (1 + 1e-9)
     assert sum(bottleneck.values()) > 0.8 * on.step_s
     means = on.transfers_by_rank[0]["answers"]
     number = next(i for i, one in enumerate(on.collectives) if one.name == "answers")
-    assert means.waited_s == on.waited_s[number][0]
+    assert means.waited_s == on.exposed_s[number][0]

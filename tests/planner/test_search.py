@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from integer_program import Program
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
 from meseta.planner.cost.loads import WorkloadLoads
-from meseta.planner.cost.memory import RunBytes, plan_memory
-from meseta.planner.search.assignment import NO_LIMIT, Assignment, Machine, Options
+from meseta.planner.cost.memory import RunBytes, plan_memory_bytes
+from meseta.planner.search.assignment import UNLIMITED, Assignment, Cluster, ShardingOptions
+from meseta.planner.search.cost_estimator import ShardCostEstimator
 from meseta.planner.search.partition import place_by_differencing, place_greedily
-from meseta.planner.search.pricing import Prices
 from meseta.planner.search.problem import make_problem
-from meseta.planner.search.search import search
+from meseta.planner.search.search import search_assignments
 from meseta.spec import (
     CostModel,
     DenseLoad,
@@ -33,7 +33,7 @@ from meseta.spec import (
 )
 from meseta.spec.codecs import Communication
 from meseta.spec.constraints import Constraints
-from meseta.spec.shards import cut
+from meseta.spec.shards import shard_table
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.workload import DenseExchange
 from planning_cases import random_workload, skewed_workload
@@ -51,24 +51,24 @@ def test_two_way_differencing_gives_the_published_example() -> None:
     assert sorted(assignment.load[0]) == [14.0, 16.0]
 
 
-def _single_pieces(seconds: np.ndarray, num_ranks: int) -> tuple[Options, Machine]:
+def _single_pieces(seconds: np.ndarray, num_ranks: int) -> tuple[ShardingOptions, Cluster]:
     n, k = seconds.shape
     zeros, need = np.zeros((n, k)), np.zeros((n, 2), np.int64)
-    options = Options(
-        unit=np.arange(n),
-        first=np.arange(n + 1),
-        block=np.zeros(n, np.int64),
+    options = ShardingOptions(
+        unit_index=np.arange(n),
+        first_shard=np.arange(n + 1),
+        block_size=np.zeros(n, np.int64),
         common_seconds=zeros,
-        common_need=need,
-        everywhere=np.zeros(n, np.bool_),
-        uses=np.zeros((n, 0), np.int64),
-        use_s=np.zeros(0),
+        common_demand=need,
+        is_replicated=np.zeros(n, np.bool_),
+        optional_costs=np.zeros((n, 0), np.int64),
+        optional_s=np.zeros(0),
         seconds=seconds,
-        rank_need=need,
-        host_need=need,
+        rank_demand=need,
+        host_demand=need,
     )
-    room = np.full((num_ranks, 2), NO_LIMIT)
-    return options, Machine(devices_per_host=num_ranks, rank_room=room, host_room=room[:1])
+    room = np.full((num_ranks, 2), UNLIMITED)
+    return options, Cluster(devices_per_host=num_ranks, rank_capacity=room, host_capacity=room[:1])
 
 
 DENSE = DenseLoad(flops_per_sample=3e6, parameter_bytes=2_000_000, before_flops_per_sample=1e6)
@@ -88,11 +88,14 @@ def test_within_3_percent_of_all_plans_of_three_tables(seed: int, overlap: tuple
     topology = Topology(devices_per_host=2, inside=SLOW if overlap else None)
     if overlap:
         workload = replace(
-            workload, overlap=overlap, dense=DENSE, dense_exchange=DenseExchange(num_tensors=8, num_parts=num_parts)
+            workload,
+            overlap=overlap,
+            dense=DENSE,
+            dense_exchange=DenseExchange(num_tensors=8, num_micro_batches=num_parts),
         )
     places = [
         [
-            cut(table, ShardingType(sharding), ranks)
+            shard_table(table, ShardingType(sharding), ranks)
             for sharding, ranks in (
                 ("table_wise", [0]),
                 ("table_wise", [1]),
@@ -128,15 +131,15 @@ def test_no_plan_of_two_hosts_is_below_the_bound(case: dict[str, str]) -> None:
         workload = replace(workload, dense=DENSE)
     model = documented_cost_model("cpu")
     places = [
-        [cut(table, ShardingType.DATA_PARALLEL, [0, 1, 2, 3])]
-        + [cut(table, ShardingType.TABLE_WISE, [rank]) for rank in range(4)]
-        + [cut(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4))
+        [shard_table(table, ShardingType.DATA_PARALLEL, [0, 1, 2, 3])]
+        + [shard_table(table, ShardingType.TABLE_WISE, [rank]) for rank in range(4)]
+        + [shard_table(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4))
            for sharding in (ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
            if sharding is ShardingType.ROW_WISE or table.embedding_dim >= 64]
-        + [cut(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4), 2)
+        + [shard_table(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4), 2)
            for sharding in (ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
            if sharding is ShardingType.ROW_WISE or table.embedding_dim >= 32]
-        + [cut(table, ShardingType.TABLE_ROW_WISE, ranks) for ranks in ([0, 1], [2, 3])]
+        + [shard_table(table, ShardingType.TABLE_ROW_WISE, ranks) for ranks in ([0, 1], [2, 3])]
         for table in workload.tables
     ]  # fmt: skip
     places = [entries[:5] + entries[5 :: 2 if number else 7] for number, entries in enumerate(places)]
@@ -150,7 +153,7 @@ def test_no_plan_of_two_hosts_is_below_the_bound(case: dict[str, str]) -> None:
     assert found.bound.step_s <= best * (1 + 1e-9)
     # With two levels and a codec two ranges of rows in one host travel there in float32, one in each of two hosts does
     # not: the search takes ranges to be spread evenly, wherever it then puts them.
-    is_blurred = exchange == "two_level" and not comm.is_exact
+    is_blurred = exchange == "two_level" and not comm.is_lossless
     assert found.prediction.step_s <= (1.05 if is_blurred else 1.03) * best
 
 
@@ -179,11 +182,13 @@ def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
         model = replace(model, cache=replace(model.cache, cache_bytes=0.0))
     found = find_plan(workload, topology, model)
     ways = (found.plan.exchange, found.plan.dense_exchange) if "overlap" in case else (None, None)
-    prices = Prices(WorkloadLoads(workload), topology, model, ways=ways)
-    problem = make_problem(workload, topology, model, Constraints(), tiers=("hbm",), prices=prices)
+    prices = ShardCostEstimator(WorkloadLoads(workload), topology, model, algorithms=ways)
+    problem = make_problem(workload, topology, model, Constraints(), tiers=("hbm",), estimator=prices)
     # What a cache keeps of a rank's rows is no sum over its pieces: no linear program can say what such a rank takes.
     # The search's own sum has the caches of an average rank.
-    step_s = search(problem)[0].assignment.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
+    step_s = (
+        search_assignments(problem)[0].assignment.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
+    )
     for gap in (0.02, 0.005):  # a closer bound, where the first leaves it open
         _, below = Program(problem).solve(limit_s=600.0, gap=gap)  # a busy machine needs longer
         if step_s <= 1.03 * (below + problem.fixed_s):
@@ -222,11 +227,11 @@ def test_layouts_cost_and_hold_what_predict_says(device: str, hosts: tuple[int, 
     topology = Topology(num_hosts=hosts[0], devices_per_host=hosts[1], device=device, hbm_bytes=80_000_000_000)
     model = documented_cost_model(topology.device)
     problem = make_problem(workload, topology, model, Constraints(), tiers=("hbm",))
-    for candidate in search(problem):
-        prediction = predict(problem.plan(candidate.assignment), workload, topology, model)
+    for candidate in search_assignments(problem):
+        prediction = predict(problem.to_plan(candidate.assignment), workload, topology, model)
         # What a cache keeps of a rank's rows is no sum over its pieces; all else is.
         assert candidate.assignment.cost + problem.fixed_s == pytest.approx(prediction.step_s, rel=0.12)
-        used = candidate.assignment.rank_used[:, 0] + topology.hbm_bytes - problem.machine.rank_room[:, 0]
+        used = candidate.assignment.rank_used[:, 0] + topology.hbm_bytes - problem.cluster.rank_capacity[:, 0]
         assert (used >= prediction.peak_bytes() - 1).all()
         assert used == pytest.approx(prediction.peak_bytes(), rel=1e-3)
 
@@ -264,14 +269,14 @@ def test_large_tasks_are_bounded_by_counts(
     """Places that are looked for: nearly all of the time goes there."""
     workload = random_workload(num_tables, 0, batch_size=65536, max_rows=7.0)
     topology = Topology(num_hosts=hosts, devices_per_host=8, device="h100", hbm_bytes=80_000_000_000)
-    find, num_finds = Assignment.find, 0
+    find, num_finds = Assignment.find_ranks, 0
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal num_finds
         num_finds += 1
         return find(*arguments, **options)
 
-    monkeypatch.setattr(Assignment, "find", counted)
+    monkeypatch.setattr(Assignment, "find_ranks", counted)
     make_plan(workload, topology)
     assert num_tables < num_finds < limit
 
@@ -312,12 +317,12 @@ def test_the_closed_form_holds_what_the_one_function_says(num_ranks: int, scheme
     """Of a plan without tables: what ranks hold anyway, on device and host, where a run adds to it and where not."""
     workload = random_workload(6, 11, batch_size=4096)
     plan = Plan.from_dict({"tables": {"*": scheme}}, workload.tables, num_ranks)
-    runs = (None, RunBytes(dense_bytes=7, step_bytes=1000, evaluation_bytes=0, num_parts=2, reading_bytes=13))
+    runs = (None, RunBytes(dense_bytes=7, step_bytes=1000, evaluation_bytes=0, num_micro_batches=2, reading_bytes=13))
     for run in runs:
         topology = Topology(devices_per_host=num_ranks)
-        prices = Prices(WorkloadLoads(workload), topology, documented_cost_model("cpu"), run=run)
-        on_device, on_host = prices.bytes_anyway()
-        parts = plan_memory(plan, workload, num_ranks, run=run)
-        nothing = plan_memory(Plan(num_ranks=num_ranks, tables=()), workload, num_ranks, run=run)
+        prices = ShardCostEstimator(WorkloadLoads(workload), topology, documented_cost_model("cpu"), run=run)
+        on_device, on_host = prices.fixed_bytes()
+        parts = plan_memory_bytes(plan, workload, num_ranks, run=run)
+        nothing = plan_memory_bytes(Plan(num_ranks=num_ranks, tables=()), workload, num_ranks, run=run)
         assert sum(nothing["steady"]["hbm"].values()).max() <= on_device + 1
         assert (on_host >= sum(parts["checkpoint"]["host"].values()) - 1).all()

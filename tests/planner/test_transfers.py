@@ -13,11 +13,18 @@ from meseta.planner import documented_cost_model, find_plan, predict
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.planner.cost.placement import Placement
 from meseta.planner.search.bound import lower_bound
-from meseta.planner.search.pricing import Cuts, Prices
+from meseta.planner.search.cost_estimator import ShardCostEstimator, ShardPartitioning
 from meseta.planner.search.problem import make_problem
 from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec import transfer as transfers
-from meseta.spec.codecs import CodecName, Communication, Direction, Precision, SumPath, sum_shares
+from meseta.spec.codecs import (
+    AllReduceAlgorithm,
+    CodecName,
+    Communication,
+    Direction,
+    Precision,
+    all_reduce_traffic_factors,
+)
 from meseta.spec.constraints import Constraints
 from meseta.spec.transfer import Transfer, step_transfers
 from meseta.spec.workload import DenseExchange
@@ -86,29 +93,29 @@ def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -
         exchange, dense_exchange = WAYS[(seed + part) % len(WAYS)]
         work, plan = replace(work, comm=comm), replace(plan, exchange=exchange, dense_exchange=dense_exchange)
         loads = WorkloadLoads(work)
-        placement = Placement.of(plan, loads, topology.devices_per_host)
-        cuts = Cuts(
-            host_parts=placement.host_parts,
+        placement = Placement.from_plan(plan, loads, topology.devices_per_host)
+        cuts = ShardPartitioning(
+            host_row_parts=placement.host_row_parts,
             column_parts=placement.column_parts,
-            host_columns=placement.host_columns,
+            host_column_parts=placement.host_column_parts,
             row_parts=placement.row_parts,
         )
-        prices = Prices(loads, topology, model, ways=(exchange, dense_exchange))
+        prices = ShardCostEstimator(loads, topology, model, algorithms=(exchange, dense_exchange))
         priced = prices.sent_bytes(placement.sharded, cuts, placement.replicated)
         for own in predict(plan, work, topology, model).collectives:
-            if own.stage != "dense":
-                sent = float((own.sent_inside + own.sent_across).sum())
+            if own.component != "dense":
+                sent = float((own.sent_intra_host + own.sent_inter_host).sum())
                 assert priced[own.name] == pytest.approx(sent, rel=1e-9), (seed, own.name)
                 names.add(own.name)
             if np.any(own.codec_s):
                 of_codecs.add(own.name)
-    assert names == {*transfers.OF_TABLES}
+    assert names == {*transfers.TABLE_TRANSFERS}
     written = {
         "forward": ["answers", "whole bags"],
         "backward": ["gradients", "gradients of whole bags", "replicas"],
         "dense": ["dense"],
     }
-    directions = [one for one in get_args(Direction) if not comm.codec(one).is_whole]
+    directions = [one for one in get_args(Direction) if not comm.codec(one).is_lossless]
     assert of_codecs == {name for one in directions for name in written[one]}
 
 
@@ -117,7 +124,7 @@ def test_bytes_of_codecs_by_hand() -> None:
     table, other = (TableSpec(name=name, num_embeddings=100, embedding_dim=40) for name in ("a", "b"))
     features = tuple(FeatureSpec(name=name, table=name) for name in ("a", "b"))
     dense = DenseLoad(parameter_bytes=4 * 25)
-    layers = DenseExchange(num_tensors=1, num_filling=7)
+    layers = DenseExchange(num_tensors=1, num_padding_elements=7)
     plain = Workload(tables=(table, other), features=features, batch_size=64, dense=dense, dense_exchange=layers)
     document = {"devices_per_host": 2, "tables": {"a": {"sharding": "table_wise", "ranks": [0]}, "b": "data_parallel"}}
     plan = Plan.from_dict(document, plain.tables, 4)
@@ -125,7 +132,7 @@ def test_bytes_of_codecs_by_hand() -> None:
 
     def sent(**comm: str) -> dict[str, tuple[float, float]]:
         found = predict(plan, replace(plain, comm=Communication(**comm)), topology).collectives
-        return {own.name: (own.sent_inside.sum(), own.sent_across.sum()) for own in found}
+        return {own.name: (own.sent_intra_host.sum(), own.sent_inter_host.sum()) for own in found}
 
     before, after = sent(), sent(forward="int8", backward="fp16", dense="fp8")
     assert before["answers"] == (16 * 40 * 4, 32 * 40 * 4) and after["answers"] == (16 * (40 + 6), 32 * (40 + 6))
@@ -137,28 +144,28 @@ def test_bytes_of_codecs_by_hand() -> None:
     assert after["dense"] == pytest.approx((4 * 4 * 33, 4 * (32 * 9 / 8 + 4) / 2))
 
 
-@pytest.mark.parametrize("path", get_args(SumPath))
-def test_the_halves_of_a_sum(path: SumPath) -> None:
+@pytest.mark.parametrize("path", get_args(AllReduceAlgorithm))
+def test_the_halves_of_a_sum(path: AllReduceAlgorithm) -> None:
     """A sum sends 2 (R - 1) / R of its bytes from each rank flat; by host the same inside, and on average across."""
-    shares = [sum_shares(path, 6, 2, host) for host in range(3)]
+    shares = [all_reduce_traffic_factors(path, 6, 2, host) for host in range(3)]
     by_hand = {"flat": [(1 / 3, 4 / 3)] * 3, "twins": [(1, 2 / 3)] * 3, "chain": [(1, 1 / 2), (1, 1), (1, 1 / 2)]}
     assert np.array(shares) == pytest.approx(np.array(by_hand[path]))
-    assert sum_shares(path, 4, 4) == (1.5, 0.0)
-    assert sum_shares(path, 4, 1)[1] == 1.5
+    assert all_reduce_traffic_factors(path, 4, 4) == (1.5, 0.0)
+    assert all_reduce_traffic_factors(path, 4, 1)[1] == 1.5
 
 
 @pytest.fixture
 def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Numbers of answers take half their bytes, and those of gradients with them."""
-    answers = transfers._Step.answers
+    answers = transfers._StepTransfers.embeddings
 
-    def half(self: transfers._Step, *how: str) -> list[Transfer]:
+    def half(self: transfers._StepTransfers, *how: str) -> list[Transfer]:
         return [
             replace(own, parts=tuple(replace(part, num_bytes=part.num_bytes / 2) for part in own.parts))
             for own in answers(self, *how)
         ]
 
-    monkeypatch.setattr(transfers._Step, "answers", half)
+    monkeypatch.setattr(transfers._StepTransfers, "embeddings", half)
     yield
 
 
@@ -166,7 +173,7 @@ def figures(seed: int) -> tuple[dict[str, float], float, float, float]:
     """Bytes of each transfer, the largest memory of a step, the bound, and the step of a fixed plan."""
     work, plan, topology = random_case(seed)
     found = predict(plan, work, topology)
-    sent = {own.name: float((own.sent_inside + own.sent_across).sum()) for own in found.collectives}
+    sent = {own.name: float((own.sent_intra_host + own.sent_inter_host).sum()) for own in found.collectives}
     problem = make_problem(work, topology, documented_cost_model("cpu"), Constraints(), tiers=("hbm",))
     return sent, float(found.memory_bytes["steady"]["hbm"].max()), lower_bound(problem).step_s, found.step_s
 

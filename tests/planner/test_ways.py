@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
-from meseta.planner.explain.gains import gains
-from meseta.planner.planning import EXCHANGES, MAX_REPEATED, choose_ways
+from meseta.planner.explain.codec_predictions import predict_codecs
+from meseta.planner.planning import EXCHANGES, MAX_UNITS_TO_REPEAT, choose_exchange_algorithms
 from meseta.planner.search.bound import lower_bound
 from meseta.spec import DenseLoad, Link, Plan, Topology, Workload
 from meseta.spec.codecs import CODECS, Communication, Precision
@@ -41,20 +41,20 @@ def under(plan: Plan, work: Workload, topology: Topology) -> dict[str, float]:
         (FAR, "two_level", 8),
         (LATE, "flat", 8),
         # test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit has as many tables
-        pytest.param(FAR, "two_level", MAX_REPEATED + 20, marks=pytest.mark.soak),
-        pytest.param(LATE, "flat", MAX_REPEATED + 20, marks=pytest.mark.soak),
+        pytest.param(FAR, "two_level", MAX_UNITS_TO_REPEAT + 20, marks=pytest.mark.soak),
+        pytest.param(LATE, "flat", MAX_UNITS_TO_REPEAT + 20, marks=pytest.mark.soak),
     ],
 )
 def test_auto_takes_the_better_way(topology: Topology, expected: str, num_tables: int) -> None:
     work = many_ids(num_tables)
-    if num_tables > MAX_REPEATED:
+    if num_tables > MAX_UNITS_TO_REPEAT:
         topology = replace(topology, num_hosts=2, devices_per_host=2)
     found = find_plan(work, topology)
-    assert found.plan.exchange == expected == found.problem.ways[0]
+    assert found.plan.exchange == expected == found.problem.algorithms[0]
     steps = under(found.plan, work, topology)
     assert found.prediction.step_s == pytest.approx(steps[expected]) and steps[expected] == min(steps.values())
     assert lower_bound(found.problem).step_s <= found.prediction.step_s
-    for one in EXCHANGES if num_tables < MAX_REPEATED else ():
+    for one in EXCHANGES if num_tables < MAX_UNITS_TO_REPEAT else ():
         forced = find_plan(replace(work, comm=Communication(exchange=one)), topology)
         assert forced.plan.exchange == one and found.prediction.step_s <= forced.prediction.step_s
 
@@ -73,7 +73,7 @@ def test_auto_looks_in_every_tier() -> None:
 
 
 def test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit() -> None:
-    work, topology = many_ids(MAX_REPEATED + 20), replace(FAR, devices_per_host=2)
+    work, topology = many_ids(MAX_UNITS_TO_REPEAT + 20), replace(FAR, devices_per_host=2)
     flat = find_plan(replace(work, comm=Communication(exchange="flat")), topology)
     crossed = predict(replace(flat.plan, exchange="two_level", dense_exchange="twins"), work, topology)
     assert crossed.step_s < flat.prediction.step_s
@@ -86,17 +86,19 @@ def test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit() -
 
 def test_gains_are_predictions_of_the_chosen_plan() -> None:
     found = find_plan(replace(many_ids(4), comm=Communication(precision="bf16")), FAR)
-    listed = {(one.precision, one.exchange): one for one in gains(found)}
+    listed = {(one.precision, one.exchange): one for one in predict_codecs(found)}
     assert {*listed} == {(name, way) for name in get_args(Precision) for way in EXCHANGES}
     chosen = listed["bf16", found.plan.exchange]
     assert [one for one in listed.values() if one.is_chosen] == [chosen]
     assert chosen.step_s == pytest.approx(found.prediction.step_s)
     assert (
-        listed["int8", "flat"].across_bytes < listed["bf16", "flat"].across_bytes < listed["fp32", "flat"].across_bytes
+        listed["int8", "flat"].inter_host_bytes
+        < listed["bf16", "flat"].inter_host_bytes
+        < listed["fp32", "flat"].inter_host_bytes
     )
     sent = sum(sum(one.across_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
-    assert sent == pytest.approx(chosen.across_bytes)
-    assert gains(find_plan(many_ids(2), Topology())) == []
+    assert sent == pytest.approx(chosen.inter_host_bytes)
+    assert predict_codecs(find_plan(many_ids(2), Topology())) == []
 
 
 def test_one_host_and_one_rank_of_each_host_have_no_choice() -> None:
@@ -105,7 +107,7 @@ def test_one_host_and_one_rank_of_each_host_have_no_choice() -> None:
         forced = replace(work, comm=Communication(exchange="two_level"))
         plan = make_plan(forced, topology)
         assert plan.exchange is None and plan.dense_exchange is None
-        assert choose_ways(plan, forced, topology) == plan
+        assert choose_exchange_algorithms(plan, forced, topology) == plan
 
 
 def test_sums_go_along_a_chain_where_peers_are_dear() -> None:
@@ -126,17 +128,17 @@ def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> No
     work = many_ids(4)
     plan = Plan.from_dict({"devices_per_host": 4, "tables": {"*": "row_wise"}}, work.tables, 8)
     steps = under(plan, work, FAR)
-    assert choose_ways(plan, work, FAR).exchange == min(steps, key=steps.__getitem__)
+    assert choose_exchange_algorithms(plan, work, FAR).exchange == min(steps, key=steps.__getitem__)
     for one in EXCHANGES:
         asked = replace(work, comm=Communication(exchange=one))
-        assert choose_ways(plan, asked, FAR).exchange == one
+        assert choose_exchange_algorithms(plan, asked, FAR).exchange == one
         kept = replace(plan, exchange=one)
-        assert choose_ways(kept, work, FAR).exchange == one
-        chosen = choose_ways(kept, work, FAR)
+        assert choose_exchange_algorithms(kept, work, FAR).exchange == one
+        chosen = choose_exchange_algorithms(kept, work, FAR)
         chosen.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json", work.tables, 8) == chosen
     flat, asked = replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="two_level"))
-    assert choose_ways(flat, asked, FAR) == replace(plan, exchange="two_level", dense_exchange="twins")
+    assert choose_exchange_algorithms(flat, asked, FAR) == replace(plan, exchange="two_level", dense_exchange="twins")
 
 
 def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_are_fast() -> None:
@@ -145,8 +147,8 @@ def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_ar
     model = documented_cost_model("cpu")
     plan = Plan.from_dict({"devices_per_host": 4, "tables": {"*": "table_wise"}}, work.tables, 8)
     model = replace(model, exchange=replace(model.exchange, copy_byte_s=0.0))
-    for name in (name for name, codec in CODECS.items() if not codec.is_whole):
+    for name in (name for name, codec in CODECS.items() if not codec.is_lossless):
         coded = replace(work, comm=Communication(precision=name))
         assert predict(plan, coded, FAR, model).step_s < predict(plan, work, FAR, model).step_s
         step_s, plain_s = (predict(plan, one, fast, model).step_s for one in (coded, work))
-        assert step_s > plain_s if CODECS[name].block_bytes else step_s == pytest.approx(plain_s, rel=1e-3)
+        assert step_s > plain_s if CODECS[name].scale_bytes else step_s == pytest.approx(plain_s, rel=1e-3)

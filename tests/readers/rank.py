@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from meseta.data import ReaderOptions
-from meseta.data.read.served.reader import Run, ServedReader, Service
+from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
 from meseta.errors import MesetaError
 from readers.tier import digest
 
@@ -23,12 +23,12 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     keys = spec["service"].pop("keys")
     reader = ServedReader(
-        Service(keys=None if keys is None else Path(keys), **spec["service"]),
+        ReaderServiceAddress(keys=None if keys is None else Path(keys), **spec["service"]),
         "train",
         ReaderOptions(**spec["options"]),
         rank=spec["rank"],
         num_ranks=spec["num_ranks"],
-        run=Run(name=spec["run"], attempt=spec["attempt"]),
+        run=RunAttempt(name=spec["run"], attempt=spec["attempt"]),
     )
     if spec["state"] is not None:
         reader.set_state(spec["state"])

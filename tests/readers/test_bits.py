@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.read.cut import BatchCut
 from meseta.data.read.order import epoch_order
-from meseta.data.read.served import service
+from meseta.data.read.served import dispatcher_client
 from meseta.data.read.served.connection import Connection
-from meseta.data.read.served.keys import Keys
+from meseta.data.read.served.keys import TlsKeys
 from meseta.data.read.served.reader import ServedReader
-from meseta.readers.reading import ReadServer
+from meseta.data.read.slicing import BatchSlicer
+from meseta.readers.window_reader import ReadServer
 from readers.tier import Tier, digest, running
 from sampling import fewer_examples
 
@@ -53,8 +53,8 @@ def test_batches_are_those_of_a_reader(
     asked, (rank, num_ranks) = ReaderOptions(filter=condition, **options), share
     local = Reader(jagged, "train", asked, rank=rank, num_ranks=num_ranks)
     served = ServedReader(tier.service, "train", asked, rank=rank, num_ranks=num_ranks)
-    assert (served.num_rows, served.num_batches, served.left_out) == (
-        local.num_rows, local.num_batches, local.left_out,
+    assert (served.num_rows, served.num_batches, served.excluded_rows) == (
+        local.num_rows, local.num_batches, local.excluded_rows,
     )  # fmt: skip
     assert list(map(digest, served.epochs(2))) == list(map(digest, local.epochs(2)))
     assert served.get_state() == local.get_state()
@@ -63,11 +63,11 @@ def test_batches_are_those_of_a_reader(
 def test_connections_outlive_an_epoch(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def connect(kind: str, url: str, keys: Keys | None) -> Connection:
+    def connect(kind: str, url: str, keys: TlsKeys | None) -> Connection:
         made.append((kind, url))
         return Connection(kind, url, keys)
 
-    monkeypatch.setattr(service, "Connection", connect)
+    monkeypatch.setattr(dispatcher_client, "Connection", connect)
     served = ServedReader(tier.service, "train", ReaderOptions(batch_size=64, window_rows=50))
     for _ in served.epochs(4):
         pass
@@ -89,7 +89,9 @@ def test_rows_of_a_rank_are_those_of_its_slices(
     last = data.draw(st.integers(first, num_rows))
     takers = set()
     for rank in range(num_ranks):
-        cut = BatchCut(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=rank, num_ranks=num_ranks)
+        cut = BatchSlicer(
+            num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=rank, num_ranks=num_ranks
+        )
         rows: list[int] = []
         for number in range(cut.num_batches_from(begin)):
             slice_ = cut.slice_at(begin + number * batch_size)
@@ -115,7 +117,7 @@ def test_ranks_of_a_window(
     begin = data.draw(st.integers(0, num_rows - 1))
     first = data.draw(st.integers(0, num_rows))
     last = data.draw(st.integers(first, num_rows))
-    cut = BatchCut(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=0, num_ranks=num_ranks)
+    cut = BatchSlicer(num_rows=num_rows, batch_size=batch_size, last_batch=last_batch, rank=0, num_ranks=num_ranks)
     began_s = time.process_time()
     ranks = cut.ranks_between(begin, first, last)
     assert time.process_time() - began_s < 0.05
@@ -172,7 +174,7 @@ def test_windows_of_the_next_epoch_are_asked_for_before_it_begins(jagged: Datase
         for _ in range(reader.num_batches):
             next(abandoned)
         abandoned.close()
-        while any(server._reader.windows._held and busy(server) for server in tier.readers):
+        while any(server._reader.windows._entries and busy(server) for server in tier.readers):
             assert time.monotonic() < deadline_s + 10, "a reader goes on sending to nobody"
             time.sleep(0.01)
 
@@ -182,4 +184,4 @@ def decoded(tier: Tier) -> int:
 
 
 def busy(server: ReadServer) -> bool:
-    return any(held.num_streams for held in list(server._reader.windows._held.values()))
+    return any(held.num_streams for held in list(server._reader.windows._entries.values()))

@@ -24,17 +24,17 @@ from cli.processes import fact_of
 from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.read.served.connection import Connection, Unreachable
+from meseta.data.read.served.connection import Connection, UnreachableError
 from meseta.data.read.served.credentials import credentials_for, new_token
-from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, Keys, ServerKeys
-from meseta.data.read.served.reader import ServedReader, Service
-from meseta.data.read.served.service import Dispatcher
-from meseta.readers import key_folder, listening
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.keys import CERTIFICATE_FILE, CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsKeys, TlsServerKeys
+from meseta.data.read.served.reader import ReaderServiceAddress, ServedReader
+from meseta.readers import endpoint_server, key_folder
 from meseta.readers.catalog import Catalog
-from meseta.readers.dispatching import DispatchServer
+from meseta.readers.dispatch_server import DispatchServer
+from meseta.readers.endpoint_server import Endpoint
 from meseta.readers.key_folder import make_keys
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.spoiled import spoiled
 from readers.test_refusals import ToldQuietly, ticket_of
@@ -67,7 +67,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tier(data: Dataset, folder: Path) -> Iterator[Tier]:
-    with running({"click": data.dir}, 1, ServerKeys.load(folder)) as tier:
+    with running({"click": data.dir}, 1, TlsServerKeys.load(folder)) as tier:
         yield tier
 
 
@@ -78,7 +78,7 @@ def mine(folder: Path, tmp_path: Path) -> Path:
 
 
 def token_of(folder: Path) -> str:
-    return (folder / TOKEN).read_text().strip()
+    return (folder / TOKEN_FILE).read_text().strip()
 
 
 # The folder
@@ -86,18 +86,18 @@ def token_of(folder: Path) -> str:
 
 def test_a_folder_of_keys(folder: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {CERTIFICATE: 0o644, KEY: 0o600, CLIENT: 0o600, TOKEN: 0o600}
-    found = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    assert modes == {CERTIFICATE_FILE: 0o644, KEY_FILE: 0o600, CLIENT_FILE: 0o600, TOKEN_FILE: 0o600}
+    found = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [str(name.value) for name in names] == HOSTS
     found.verify_directly_issued_by(found)
     now = datetime.now(UTC)
     assert found.not_valid_before_utc < now < found.not_valid_after_utc < now + timedelta(days=10)
-    assert len(token_of(folder)) == 43 and b"PRIVATE" not in (folder / CERTIFICATE).read_bytes()
+    assert len(token_of(folder)) == 43 and b"PRIVATE" not in (folder / CERTIFICATE_FILE).read_bytes()
 
 
 def test_keys_are_new_each_time_and_not_written_over(folder: Path, others: Path) -> None:
-    for name in (CERTIFICATE, KEY, CLIENT, TOKEN):
+    for name in (CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE):
         assert (folder / name).read_bytes() != (others / name).read_bytes()
     with pytest.raises(MesetaError, match="is there, and is not written over"):
         make_keys(folder, HOSTS, days=9)
@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_no_half_of_a_folder(tmp_path: Path, monkeypatch: pyt
     write = key_folder.write_secret
 
     def fill(path: Path, *content: Any) -> None:
-        if path.name == TOKEN:
+        if path.name == TOKEN_FILE:
             raise OSError(28, "No space left on device")
         write(path, *content)
 
@@ -145,56 +145,62 @@ def empty(folder: Path, name: str) -> None:
     ("spoil", "name", "why"),
     [
         *((remove, name, "cannot be read .No such file or directory.; copy it from the folder")
-          for name in (CERTIFICATE, KEY, CLIENT, TOKEN)),
-        *((damage, name, "is damaged, or no file of keys; copy it again") for name in (CERTIFICATE, KEY, CLIENT)),
-        *((empty, name, "is damaged, or no file of keys; copy it again") for name in (CERTIFICATE, KEY, CLIENT)),
-        *((chmod, name, "may be read by others, and is a secret; chmod 600 ") for name in (KEY, CLIENT, TOKEN)),
-        (empty, TOKEN, "has 0 characters, and must have 43 or more"),
+          for name in (CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE)),
+        *((damage, name, "is damaged, or no file of keys; copy it again")
+          for name in (CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE)),
+        *((empty, name, "is damaged, or no file of keys; copy it again")
+          for name in (CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE)),
+        *((chmod, name, "may be read by others, and is a secret; chmod 600 ")
+          for name in (KEY_FILE, CLIENT_FILE, TOKEN_FILE)),
+        (empty, TOKEN_FILE, "has 0 characters, and must have 43 or more"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_keys(spoil: Callable[[Path, str], None], name: str, why: str, mine: Path) -> None:
     spoil(mine, name)
     with pytest.raises(MesetaError, match=rf"keys: '{mine / name}' {why}") as refused:
-        Endpoint.of("127.0.0.1:0", None, mine)
+        Endpoint.from_options("127.0.0.1:0", None, mine)
     assert str(refused.value).isprintable()
-    if name == KEY:
-        Keys.load(mine)  # who asks needs none
+    if name == KEY_FILE:
+        TlsKeys.load(mine)  # who asks needs none
     else:
         with pytest.raises(MesetaError, match=why):
-            Keys.load(mine)
+            TlsKeys.load(mine)
 
 
 @pytest.mark.parametrize("token", ["x" * 42, "short", "w" * 43 + " w", "ä" * 43, "x" * 2000])
 def test_tokens_that_are_none(token: str, mine: Path) -> None:
-    (mine / TOKEN).write_text(token)
+    (mine / TOKEN_FILE).write_text(token)
     with pytest.raises(MesetaError, match=r"characters, and must have 43 or more, all of them letters") as refused:
-        Keys.load(mine)
+        TlsKeys.load(mine)
     assert token not in str(refused.value)
 
 
 def test_a_certificate_and_the_key_of_another(mine: Path, others: Path) -> None:
-    shutil.copy(others / KEY, mine / KEY)
-    with pytest.raises(MesetaError, match=rf"'{mine / KEY}' is not the key of '{mine / CERTIFICATE}'"):
-        Endpoint.of("127.0.0.1:0", None, mine)
+    shutil.copy(others / KEY_FILE, mine / KEY_FILE)
+    with pytest.raises(MesetaError, match=rf"'{mine / KEY_FILE}' is not the key of '{mine / CERTIFICATE_FILE}'"):
+        Endpoint.from_options("127.0.0.1:0", None, mine)
 
 
 def aged(folder: Path) -> Path:
     """Keys that have expired half a day ago."""
     make_keys_without_checks = pytest.MonkeyPatch()
     with make_keys_without_checks.context() as patch:
-        patch.setattr(ServerKeys, "load", lambda folder: None)
+        patch.setattr(TlsServerKeys, "load", lambda folder: None)
         make_keys(folder, HOSTS, days=-0.5)  # type: ignore[arg-type]
     return folder
 
 
-def unchecked(folder: Path) -> ServerKeys:
+def unchecked(folder: Path) -> TlsServerKeys:
     """Keys as a server has them whose certificate expires while it runs."""
-    return ServerKeys(folder, *((folder / name).read_bytes().strip() for name in (CERTIFICATE, CLIENT, TOKEN, KEY)))
+    return TlsServerKeys(
+        folder,
+        *((folder / name).read_bytes().strip() for name in (CERTIFICATE_FILE, CLIENT_FILE, TOKEN_FILE, KEY_FILE)),
+    )
 
 
 def test_keys_that_have_expired(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match=r"certificate.pem': the certificate has expired on 20\d\d-.*; make new keys"):
-        Keys.load(aged(tmp_path / "keys"))
+        TlsKeys.load(aged(tmp_path / "keys"))
 
 
 # Where servers listen
@@ -203,18 +209,18 @@ def test_keys_that_have_expired(tmp_path: Path) -> None:
 def test_other_hosts_are_listened_to_with_keys_alone(folder: Path) -> None:
     for listen in ("0.0.0.0:7077", "192.168.1.7:0", "example.org:1"):
         with pytest.raises(MesetaError, match=r"without keys it must be 127.0.0.1; .* `meseta readers keys DIR`"):
-            Endpoint.of(listen)
-    assert Endpoint.of("0.0.0.0:1", "localhost", folder).reached_as == "localhost"
-    assert Endpoint.of("127.0.0.1:1", None, folder).scheme == "grpc+tls"
+            Endpoint.from_options(listen)
+    assert Endpoint.from_options("0.0.0.0:1", "localhost", folder).advertised_host == "localhost"
+    assert Endpoint.from_options("127.0.0.1:1", None, folder).scheme == "grpc+tls"
     with pytest.raises(MesetaError, match=r"does not cover 'host7', but localhost, 127.0.0.1; .*--host host7"):
-        Endpoint.of("0.0.0.0:1", "host7", folder)
+        Endpoint.from_options("0.0.0.0:1", "host7", folder)
     with pytest.raises(MesetaError, match=r"does not cover '192.168.1.7', but"):
-        Endpoint.of("192.168.1.7:0", None, folder)
+        Endpoint.from_options("192.168.1.7:0", None, folder)
 
 
 def test_every_address_is_called_by_the_name_of_the_machine(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", [socket.gethostname()], days=9)
-    assert Endpoint.of("0.0.0.0:1", None, tmp_path / "keys").reached_as == socket.gethostname()
+    assert Endpoint.from_options("0.0.0.0:1", None, tmp_path / "keys").advertised_host == socket.gethostname()
 
 
 # Who is let in
@@ -231,7 +237,7 @@ def refusal(call: Callable[[], object], *secrets: Path) -> str:
     began_s = time.monotonic()
     with pytest.raises(MesetaError) as refused:
         call()
-    assert not isinstance(refused.value, Unreachable), refused.value
+    assert not isinstance(refused.value, UnreachableError), refused.value
     assert time.monotonic() - began_s < 5
     text = str(refused.value)
     assert text.isprintable() and "Flight" not in text and "SSL" not in text, text
@@ -240,41 +246,42 @@ def refusal(call: Callable[[], object], *secrets: Path) -> str:
 
 
 def ask(url: str, keys: Path | None) -> Callable[[], object]:
-    return lambda: ServedReader(Service(url=url, keys=keys, give_up_s=300), "train", OPTIONS)
+    return lambda: ServedReader(ReaderServiceAddress(url=url, keys=keys, reader_timeout_s=300), "train", OPTIONS)
 
 
 @pytest.fixture
-def strange(data: Dataset) -> Iterator[Callable[[ServerKeys | None], str]]:
+def strange(data: Dataset) -> Iterator[Callable[[TlsServerKeys | None], str]]:
     """Starts a dispatcher with keys, or without; its URL."""
     started = []
 
-    def start(keys: ServerKeys | None) -> str:
+    def start(keys: TlsServerKeys | None) -> str:
         started.append(DispatchServer(Endpoint(credentials=keys), Catalog({"click": data.dir}), LeaseTable()))
         return started[-1].url
 
     yield start
     for server in started:
-        server.end()
+        server.stop()
 
 
 def test_a_token_of_others(tier: Tier, mine: Path, others: Path) -> None:
-    shutil.copy(others / TOKEN, mine)
+    shutil.copy(others / TOKEN_FILE, mine)
     said = refusal(ask(tier.service.url, mine), mine, others)
     assert said.startswith(
-        f"dispatcher {tier.service.url} takes another token than that of '{mine / TOKEN}'; take that"
+        f"dispatcher {tier.service.url} takes another token than that of '{mine / TOKEN_FILE}'; take that"
     )
     whole = token_of(others) * 2
-    (mine / TOKEN).write_text(whole[:50])  # as the right one would be, were it longer and cut
+    (mine / TOKEN_FILE).write_text(whole[:50])  # as the right one would be, were it longer and cut
     assert "takes another token" in refusal(ask(tier.service.url, mine))
 
 
 def test_a_certificate_of_others(tier: Tier, mine: Path, others: Path) -> None:
     said = refusal(ask(tier.service.url, others), others)
     assert (
-        f"has another certificate than '{others / CERTIFICATE}'; take that folder of keys which it was started" in said
+        f"has another certificate than '{others / CERTIFICATE_FILE}'; take that folder of keys which it was started"
+        in said
     )
-    shutil.copy(others / CLIENT, mine)
-    assert f"does not know the certificate of '{mine / CLIENT}'" in refusal(ask(tier.service.url, mine))
+    shutil.copy(others / CLIENT_FILE, mine)
+    assert f"does not know the certificate of '{mine / CLIENT_FILE}'" in refusal(ask(tier.service.url, mine))
 
 
 def test_encryption_on_one_side(tier: Tier, folder: Path, strange: Callable[..., str]) -> None:
@@ -289,23 +296,25 @@ def test_encryption_on_one_side(tier: Tier, folder: Path, strange: Callable[...,
 
 def test_a_certificate_that_expires_under_a_server(tmp_path: Path, strange: Callable[..., str]) -> None:
     keys = unchecked(aged(tmp_path / "keys"))
-    said = refusal(Dispatcher(url := strange(keys), keys).status)
+    said = refusal(DispatcherClient(url := strange(keys), keys).status)
     assert said.startswith(f"dispatcher {url}: the certificate has expired; make new keys with `meseta readers keys`")
 
 
 def test_a_host_that_is_not_covered(tmp_path: Path, strange: Callable[..., str]) -> None:
     make_keys(tmp_path / "keys", ["host7", "*.rack1.lan"], days=9)
-    url = strange(ServerKeys.load(tmp_path / "keys"))
+    url = strange(TlsServerKeys.load(tmp_path / "keys"))
     said = refusal(ask(url, tmp_path / "keys"))
     assert said.startswith(
         f"dispatcher {url}: its certificate does not cover '127.0.0.1', but host7, *.rack1.lan; make new"
     )
-    ServerKeys.load(tmp_path / "keys").check_host("host3.rack1.lan")
+    TlsServerKeys.load(tmp_path / "keys").check_host("host3.rack1.lan")
 
 
 def test_who_is_not_there(folder: Path) -> None:
     for url in ("grpc+tls://127.0.0.1:9", "grpc+tls://nowhere.invalid:9"):
-        with pytest.raises(Unreachable, match=r"cannot be reached: (nobody listens there|its host has no address)$"):
+        with pytest.raises(
+            UnreachableError, match=r"cannot be reached: (nobody listens there|its host has no address)$"
+        ):
             ask(url, folder)()
 
 
@@ -314,16 +323,16 @@ def test_a_fault_is_looked_for_and_not_made_up(tier: Tier, strange: Callable[...
     plain = strange(None)
     for url, credentials in ((tier.dispatcher.url, tier.endpoint.credentials), (plain, credentials_for(plain))):
         connection = Connection("dispatcher", url, credentials)
-        with pytest.raises(Unreachable, match=r"it has not answered, or broke off$"), connection.told():
+        with pytest.raises(UnreachableError, match=r"it has not answered, or broke off$"), connection.wrap_errors():
             raise flight.FlightUnavailableError("Socket closed")
 
 
 def test_who_listens_and_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meseta.data.read.served.service.CALL_S", 0.5)
-    monkeypatch.setattr("meseta.data.read.served.connection.PROBE_S", 0.5)
+    monkeypatch.setattr("meseta.data.read.served.dispatcher_client.CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("meseta.data.read.served.connection.PROBE_TIMEOUT_S", 0.5)
     silent = socket.create_server(("127.0.0.1", 0))
-    with silent, pytest.raises(Unreachable, match=r"cannot be reached: nothing answers there$"):
-        Dispatcher(f"grpc+tls://127.0.0.1:{silent.getsockname()[1]}", Keys.load(folder)).status()
+    with silent, pytest.raises(UnreachableError, match=r"cannot be reached: nothing answers there$"):
+        DispatcherClient(f"grpc+tls://127.0.0.1:{silent.getsockname()[1]}", TlsKeys.load(folder)).status()
 
 
 def every_call(client: flight.FlightClient, options: flight.FlightCallOptions) -> Iterator[Callable[[], object]]:
@@ -346,9 +355,9 @@ def test_no_call_comes_through_without_the_token(
     tier: Tier, folder: Path, which: str, header: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
-    compare = listening.hmac.compare_digest
-    monkeypatch.setattr(listening.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
-    keys, token = Keys.load(folder), token_of(folder)
+    compare = endpoint_server.hmac.compare_digest
+    monkeypatch.setattr(endpoint_server.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    keys, token = TlsKeys.load(folder), token_of(folder)
     url = tier.dispatcher.url if which == "dispatcher" else tier.readers[0].url
     client = flight.connect(url, tls_root_certs=keys.certificate, cert_chain=keys.client, private_key=keys.client)
     sent = (header or "").replace("TOKEN", token).replace("TOKE", token[:-1])
@@ -377,8 +386,8 @@ def test_no_call_comes_through_without_keys_and_token(data: Dataset, which: str)
 
 
 def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, others: Path) -> None:
-    keys, strange = Keys.load(folder), Keys.load(others)
-    options = flight.FlightCallOptions(timeout=5, headers=[(b"authorization", keys.header().encode())])
+    keys, strange = TlsKeys.load(folder), TlsKeys.load(others)
+    options = flight.FlightCallOptions(timeout=5, headers=[(b"authorization", keys.header_value().encode())])
     for shown in ({}, {"cert_chain": strange.client, "private_key": strange.client}):
         client = flight.connect(tier.dispatcher.url, tls_root_certs=keys.certificate, **shown)
         for call in every_call(client, options):
@@ -387,22 +396,22 @@ def test_no_call_comes_through_without_a_certificate(tier: Tier, folder: Path, o
 
 
 def test_malformed_tickets_of_those_who_are_let_in(tier: Tier, folder: Path) -> None:
-    draw, keys, ticket = random.Random(0), Keys.load(folder), ticket_of(tier)
+    draw, keys, ticket = random.Random(0), TlsKeys.load(folder), ticket_of(tier)
     client = flight.connect(
         tier.readers[0].url, tls_root_certs=keys.certificate, cert_chain=keys.client, private_key=keys.client
     )
-    options = flight.FlightCallOptions(headers=[(b"authorization", keys.header().encode())])
+    options = flight.FlightCallOptions(headers=[(b"authorization", keys.header_value().encode())])
     for _ in range(150):
         with ToldQuietly():
             list(client.do_get(flight.Ticket(spoiled(draw, ticket_of(tier, **ticket))), options))
 
 
 def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MOST_CALLS", 0)
-    with pytest.raises(Unreachable, match=r"failed: 0 calls are being answered, the most at a time$"):
-        Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe(None)
-    monkeypatch.setattr(listening, "MOST_CALLS", 8)
-    dispatcher = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials)
+    monkeypatch.setattr(endpoint_server, "MAX_CALLS", 0)
+    with pytest.raises(UnreachableError, match=r"failed: 0 calls are being answered, the most at a time$"):
+        DispatcherClient(tier.dispatcher.url, tier.endpoint.credentials).describe(None)
+    monkeypatch.setattr(endpoint_server, "MAX_CALLS", 8)
+    dispatcher = DispatcherClient(tier.dispatcher.url, tier.endpoint.credentials)
     for _ in range(20):  # each leaves
         dispatcher.describe(None)
 
@@ -413,20 +422,20 @@ def test_calls_have_a_limit(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
 def test_refused_in_the_middle_of_an_epoch_ends_a_run_at_once(data: Dataset, folder: Path, others: Path) -> None:
     """The dispatcher is begun anew with other keys: nobody waits for give_up_s."""
     catalog = Catalog({"click": data.dir})
-    with running({"click": data.dir}, 1, ServerKeys.load(folder)) as tier:
+    with running({"click": data.dir}, 1, TlsServerKeys.load(folder)) as tier:
         batches = ServedReader(tier.service, "train", OPTIONS).epochs(1000)
         next(batches)
         port = tier.dispatcher.port
-        tier.dispatcher.end()
-        again = DispatchServer(Endpoint(port=port, credentials=ServerKeys.load(others)), catalog, LeaseTable())
+        tier.dispatcher.stop()
+        again = DispatchServer(Endpoint(port=port, credentials=TlsServerKeys.load(others)), catalog, LeaseTable())
         try:
             assert "has another certificate" in refusal(lambda: list(batches), folder, others)
         finally:
-            again.end()
+            again.stop()
 
 
 def test_a_reader_that_is_refused_does_not_start(tier: Tier, mine: Path, others: Path) -> None:
-    shutil.copy(others / TOKEN, mine)
+    shutil.copy(others / TOKEN_FILE, mine)
     ended = run_here("readers", "work", "--dispatcher", tier.service.url, "--keys", str(mine))
     assert ended.code == 1 and "takes another token" in ended.err and len(ended.err.splitlines()) == 1
 
@@ -435,9 +444,9 @@ def test_a_reader_that_is_refused_does_not_start(tier: Tier, mine: Path, others:
 
 
 def test_secrets_are_in_no_text_of_an_object(tier: Tier, folder: Path) -> None:
-    keys = ServerKeys.load(folder)
+    keys = TlsServerKeys.load(folder)
     reader = ServedReader(tier.service, "train", OPTIONS)
-    for thing in (keys, tier.service, tier.endpoint, Dispatcher(tier.service.url, keys), reader, tier.dispatcher):
+    for thing in (keys, tier.service, tier.endpoint, DispatcherClient(tier.service.url, keys), reader, tier.dispatcher):
         for text in (repr(thing), str(thing), f"{thing!s}"):
             assert token_of(folder) not in text and "PRIVATE" not in text
 
@@ -470,8 +479,8 @@ def test_as_commands(data: Dataset, folder: Path, tmp_path: Path) -> None:
         addresses = [{heard[inode] for inode in open_inodes(pid) if inode in heard} for pid in pids]
         assert [len(each) for each in addresses] == [1, 1]
         assert [is_loopback(*each) for each in addresses] == [False, True]
-        keys = Keys.load(folder)
-        service = Service(url=url, keys=folder)
+        keys = TlsKeys.load(folder)
+        service = ReaderServiceAddress(url=url, keys=folder)
         assert sum(batch.batch_size for batch in ServedReader(service, "train", OPTIONS).epoch()) > 100
         before = [peak_mb(pid) for pid in pids]
         stranger = flight.connect(url, tls_root_certs=keys.certificate)

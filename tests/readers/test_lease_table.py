@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.read.served.messages import Beat, LeaseRequest, ReaderTrouble, RowsAsked, Session
+from meseta.data.read.served.messages import Heartbeat, LeaseRequest, ReaderFailure, RowOrder, Session
 from meseta.readers import lease_table
-from meseta.readers.lease_table import KEPT_WINDOWS, LOST_S, SHUN_S, LeaseTable
-from meseta.readers.sessions import GONE_S
+from meseta.readers.lease_table import HEARTBEAT_TIMEOUT_S, NUM_RETAINED_WINDOWS, READER_BACKOFF_S, LeaseTable
+from meseta.readers.sessions import SESSION_TIMEOUT_S
 from meseta.spec import MesetaError
 
-ROWS = RowsAsked(
+ROWS = RowOrder(
     dataset="click",
     digest="0" * 64,
     split="train",
@@ -38,14 +38,14 @@ class Clock:
 
 
 def asked(
-    *windows: int, rank: int = 0, attempt: int = 1, run: str = "run", troubles: tuple[ReaderTrouble, ...] = ()
+    *windows: int, rank: int = 0, attempt: int = 1, run: str = "run", troubles: tuple[ReaderFailure, ...] = ()
 ) -> LeaseRequest:
     session = Session(rows=ROWS, run=run, attempt=attempt, rank=rank, num_ranks=2)
     return LeaseRequest(session=session, epoch=0, windows=windows, troubles=troubles)
 
 
-def beat(name: str) -> Beat:
-    return Beat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again={}, busy_s=0.0)
+def beat(name: str) -> Heartbeat:
+    return Heartbeat(reader=name, held_bytes=0, buffer_bytes=1, num_rows=0, num_windows=0, num_again={}, busy_s=0.0)
 
 
 def of(table: LeaseTable, *windows: int, **options: object) -> dict[int, str]:
@@ -61,7 +61,7 @@ def clock() -> Clock:
 def table(clock: Clock) -> LeaseTable:
     table = LeaseTable(clock)
     for name in ("a", "b", "c"):
-        table.beat(beat(name))
+        table.record_heartbeat(beat(name))
     return table
 
 
@@ -78,12 +78,12 @@ def test_nobody_reads_where_no_reader_is_there(clock: Clock) -> None:
 
 def test_windows_of_a_silent_reader_go_to_others(table: LeaseTable, clock: Clock) -> None:
     before = of(table, 0, 1, 2)
-    clock.now_s = LOST_S
-    table.beat(beat("b"))
+    clock.now_s = HEARTBEAT_TIMEOUT_S
+    table.record_heartbeat(beat("b"))
     clock.now_s += 0.1
     assert set(of(table, 0, 1, 2).values()) == {"b"}
-    assert table.num_moved == {"silent": sum(reader != "b" for reader in before.values())}
-    table.beat(beat("a"))  # comes back: what was moved stays where it is
+    assert table.num_reassigned == {"silent": sum(reader != "b" for reader in before.values())}
+    table.record_heartbeat(beat("a"))  # comes back: what was moved stays where it is
     assert set(of(table, 0, 1, 2).values()) == {"b"}
 
 
@@ -106,35 +106,35 @@ def test_trouble_moves_a_window_and_keeps_the_run_away(
     assert LeaseRequest.from_bytes(received.to_bytes(), "trainer") == received
     [trouble] = received.troubles
     moved = of(table, 7, troubles=(trouble,))[7]
-    assert moved != reader and table.num_moved == {why: 1}
+    assert moved != reader and table.num_reassigned == {why: 1}
     assert of(table, 7, rank=1, troubles=(trouble,))[7] == moved, "the second rank tells of what has been seen to"
     assert reader not in of(table, *range(8, 20)).values()
     assert reader in of(table, *range(20, 32), run="another").values()
-    clock.now_s += SHUN_S + 0.1
+    clock.now_s += READER_BACKOFF_S + 0.1
     for name in ("a", "b", "c"):
-        table.beat(beat(name))
+        table.record_heartbeat(beat(name))
     assert reader in of(table, *range(40, 52)).values()
 
 
 def test_a_reader_that_leaves_gives_what_it_has_and_gets_no_more(table: LeaseTable) -> None:
     before = of(table, 0, 1, 2)
-    table.beat(beat("a").model_copy(update={"is_leaving": True}))
-    assert of(table, 0, 1, 2) == before and table.num_moved == {}
+    table.record_heartbeat(beat("a").model_copy(update={"is_leaving": True}))
+    assert of(table, 0, 1, 2) == before and table.num_reassigned == {}
     assert sorted(of(table, *range(3, 9)).values()) == ["b", "b", "b", "c", "c", "c"]
     assert table.lease(asked(0)).num_readers == 2
     for name in ("b", "c"):
-        table.beat(beat(name).model_copy(update={"is_leaving": True}))
+        table.record_heartbeat(beat(name).model_copy(update={"is_leaving": True}))
     assert of(table, 20) == {}, "they would never be done"
     [kept] = [window for window, reader in before.items() if reader == "a"]
-    assert of(table, kept, troubles=(ReaderTrouble(window=kept, reader="a", kind="slow"),)) == {kept: "a"}
+    assert of(table, kept, troubles=(ReaderFailure(window=kept, reader="a", kind="slow"),)) == {kept: "a"}
 
 
 def test_who_comes_later_does_not_have_to_catch_up(clock: Clock) -> None:
     table = LeaseTable(clock)
-    table.beat(beat("b"))
+    table.record_heartbeat(beat("b"))
     for window in range(40):
         assert of(table, window) == {window: "b"}
-    table.beat(beat("a"))
+    table.record_heartbeat(beat("a"))
     assert [of(table, window)[window] for window in range(40, 46)] == ["a", "b", "a", "b", "a", "b"]
 
 
@@ -149,19 +149,19 @@ def test_trainings_count_by_the_rank_that_waits_most(table: LeaseTable, clock: C
         tell(0.25 * passed_s, passed_s, rank=1)
         tell(0.0, passed_s, run="another")
         if passed_s < 10:
-            assert table.training_shares() == []
-    assert sorted(table.training_shares()) == [0.0, pytest.approx(0.25)]
+            assert table.training_waiting_shares() == []
+    assert sorted(table.training_waiting_shares()) == [0.0, pytest.approx(0.25)]
     tell(0.0, 0.5, rank=1, attempt=2)  # begun again
-    assert sorted(table.training_shares()) == [0.0, pytest.approx(0.1)]
-    clock.now_s += GONE_S + 0.1
-    assert table.training_shares() == [] and table.sessions() == []
+    assert sorted(table.training_waiting_shares()) == [0.0, pytest.approx(0.1)]
+    clock.now_s += SESSION_TIMEOUT_S + 0.1
+    assert table.training_waiting_shares() == [] and table.sessions() == []
 
 
 def test_the_only_reader_keeps_what_it_has(clock: Clock) -> None:
     table = LeaseTable(clock)
-    table.beat(beat("a"))
+    table.record_heartbeat(beat("a"))
     assert of(table, 0) == {0: "a"}
-    assert of(table, 0, troubles=(ReaderTrouble(window=0, reader="a", kind="slow"),)) == {0: "a"}
+    assert of(table, 0, troubles=(ReaderFailure(window=0, reader="a", kind="slow"),)) == {0: "a"}
 
 
 def test_ranks_of_a_former_attempt_are_turned_away(table: LeaseTable) -> None:
@@ -178,12 +178,12 @@ def test_what_is_kept_is_bounded_and_readers_are_always_there(moves: list[tuple[
     table = LeaseTable(clock)
     there = {}
     for name, window, passes in moves:
-        table.beat(beat(name))
+        table.record_heartbeat(beat(name))
         there[name] = clock.now_s
         reader = of(table, window)[window]
-        assert clock.now_s - there[reader] <= LOST_S
+        assert clock.now_s - there[reader] <= HEARTBEAT_TIMEOUT_S
         clock.now_s += 2.0 * passes
-    assert num_leases(table) <= 300 + KEPT_WINDOWS
+    assert num_leases(table) <= 300 + NUM_RETAINED_WINDOWS
 
 
 def num_leases(table: LeaseTable) -> int:
@@ -193,18 +193,18 @@ def num_leases(table: LeaseTable) -> int:
 
 def test_what_is_remembered_has_a_limit(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many windows, runs and readers somebody makes up."""
-    monkeypatch.setattr(lease_table, "MOST_LEASES", 3)
-    monkeypatch.setattr(lease_table, "MOST_RUNS", 3)
-    monkeypatch.setattr(lease_table, "MOST_READERS", 4)
+    monkeypatch.setattr(lease_table, "MAX_LEASES", 3)
+    monkeypatch.setattr(lease_table, "MAX_RUNS", 3)
+    monkeypatch.setattr(lease_table, "MAX_READERS", 4)
     for window in range(20):
         of(table, 0, 1 + window)
     assert num_leases(table) == 3
     for run in "pqrstu":
         reader = of(table, 7, run=run)[7]
-        of(table, 7, run=run, troubles=(ReaderTrouble(window=7, reader=reader, kind="failed", what="broken"),))
+        of(table, 7, run=run, troubles=(ReaderFailure(window=7, reader=reader, kind="failed", what="broken"),))
     assert num_leases(table) == 3
-    table.beat(beat("d"))
+    table.record_heartbeat(beat("d"))
     with pytest.raises(MesetaError, match="there are 4 readers, the most that a dispatcher knows"):
-        table.beat(beat("e"))
-    table.beat(beat("d"))
+        table.record_heartbeat(beat("e"))
+    table.record_heartbeat(beat("d"))
     assert len(table.readers()) == 4

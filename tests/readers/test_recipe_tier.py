@@ -18,12 +18,12 @@ from readers.tier import Tier, digest, running
 
 def served(tier: Tier, split: str, options: ReaderOptions, **more: Any) -> list[Any]:
     reader = ServedReader(tier.service, split, options, **more)
-    return [reader.num_rows, reader.left_out, reader.get_state(), *map(digest, reader.epochs(2))]
+    return [reader.num_rows, reader.excluded_rows, reader.get_state(), *map(digest, reader.epochs(2))]
 
 
 def local(whole: Any, split: str, options: ReaderOptions, **more: Any) -> list[Any]:
     reader = Reader(whole, split, options, **more)
-    return [reader.num_rows, reader.left_out, reader.get_state(), *map(digest, reader.epochs(2))]
+    return [reader.num_rows, reader.excluded_rows, reader.get_state(), *map(digest, reader.epochs(2))]
 
 
 @pytest.mark.parametrize(("kind", "chosen"), [("csv", "label == 1"), ("parquet", "click == 1")])

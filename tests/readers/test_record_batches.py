@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data.test_reader import make_dataset
 from meseta.data import Dataset
 from meseta.data.read.rows import IdLists, Rows
-from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
+from meseta.data.read.served.record_batches import ReceivedRows, record_batch_schema, to_record_batch
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +73,16 @@ def test_rows_come_back(
     more = tuple(jagged.sparse[0].model_copy(update={"name": f"more_{number}"}) for number in range(num_columns))
     dataset = jagged.model_copy(update={"sparse": (*more, *jagged.sparse) if has_lists else more})
     rows = make_rows(dataset, num_rows, seed)
-    schema = schema_of(dataset, [f"more_{number}" for number in range(num_wide)])
+    schema = record_batch_schema(dataset, [f"more_{number}" for number in range(num_wide)])
     batch = carried(to_record_batch(rows, dataset, schema))
     start, stop = sorted(round(share * num_rows) for share in cut)
     sent = rows.take(slice(start, stop))
     received = ReceivedRows(batch, dataset, schema, "reader").take(start, stop)
-    assert received.single.dtype == np.int64 and received.single.flags.owndata
+    assert received.single_ids.dtype == np.int64 and received.single_ids.flags.owndata
     for ours, theirs in (
         (received.label, sent.label),
         (received.dense, sent.dense),
-        (received.single, sent.single),
+        (received.single_ids, sent.single_ids),
         *((getattr(a, name), getattr(b, name)) for a, b in zip(received.bags, sent.bags, strict=True)
           for name in ("lengths", "values", "weights")),
     ):  # fmt: skip

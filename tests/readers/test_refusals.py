@@ -25,22 +25,22 @@ from pyarrow import flight
 from data.test_reader import NUM_ROWS, make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.rows import Rows
-from meseta.data.read.served.connection import Unreachable, as_flight_error
+from meseta.data.read.served.connection import UnreachableError, to_flight_error
+from meseta.data.read.served.dispatcher_client import DispatcherClient
 from meseta.data.read.served.messages import (
-    ANSWER_BYTES,
-    Beat,
+    MAX_REPLY_BYTES,
     DatasetDescription,
     ErrorStatus,
-    RowsAsked,
+    Heartbeat,
+    RowOrder,
     Session,
     WindowTicket,
 )
-from meseta.data.read.served.reader import Run, ServedReader, Service
-from meseta.data.read.served.record_batches import ReceivedRows, schema_of, to_record_batch
-from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
+from meseta.data.read.served.record_batches import ReceivedRows, record_batch_schema, to_record_batch
 from meseta.errors import StorageError
-from meseta.machine.remote import checked_url, host_and_port
-from meseta.readers.listening import Endpoint
+from meseta.machine.remote import parse_address, validate_address
+from meseta.readers.endpoint_server import Endpoint
 from meseta.spec import MesetaError
 from readers.attackers import ADDRESSES_ELSEWHERE, BEAT, ODD_ADDRESSES
 from readers.spoiled import spoiled
@@ -76,10 +76,10 @@ def tier(jagged: Dataset) -> Iterator[Tier]:
 )
 def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
-        Endpoint.of(listen)
-    assert Endpoint.of("localhost:80") == Endpoint(port=80)
+        Endpoint.from_options(listen)
+    assert Endpoint.from_options("localhost:80") == Endpoint(port=80)
     with pytest.raises(MesetaError, match=r"without keys an address is one of this machine"):
-        Endpoint.of("127.0.0.1:7077", "host7")
+        Endpoint.from_options("127.0.0.1:7077", "host7")
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
 )
 def test_addresses(url: str) -> None:
     with pytest.raises(MesetaError, match="grpc://HOST:PORT") as refused:
-        checked_url(url)
+        validate_address(url)
     assert str(refused.value).isprintable()
 
 
 @given(st.text(max_size=40) | st.from_regex(r"grpc(\+tls)?://[^/]{1,30}:[0-9]{1,5}\s?", fullmatch=True))
 def test_an_address_has_no_control_characters(url: str) -> None:
     try:
-        host, port = host_and_port(url)
+        host, port = parse_address(url)
     except MesetaError:
         return
     assert url.isascii() and url.isprintable() and " " not in url and 0 < port < 65536
@@ -107,7 +107,7 @@ def test_an_address_has_no_control_characters(url: str) -> None:
 def test_without_keys_readers_are_on_this_machine(tier: Tier, url: str) -> None:
     before = tier.leases.readers()
     with pytest.raises(MesetaError, match=re.escape(f"readers: {url!r}: ")):
-        Dispatcher(tier.dispatcher.url).beat(Beat(**BEAT | {"reader": url}))
+        DispatcherClient(tier.dispatcher.url).send_heartbeat(Heartbeat(**BEAT | {"reader": url}))
     assert [reader.reader for reader in tier.leases.readers()] == [reader.reader for reader in before]
 
 
@@ -122,33 +122,35 @@ def test_the_remedy_of_an_error_crosses_the_network(tier: Tier, monkeypatch: pyt
         (ValueError(text), MesetaError, text, None),
         (older, MesetaError, text, None),
         (MesetaError("€" * 5000, remedy="ü" * 5000), MesetaError, "€" * 1023 + "...", "ü" * 510 + "..."),
-        (StorageError(text, remedy="try again"), Unreachable, f"failed: {text}; try again", None),
+        (StorageError(text, remedy="try again"), UnreachableError, f"failed: {text}; try again", None),
     ]
-    monkeypatch.setattr("meseta.readers.dispatching.as_flight_error", lambda e: e if e is older else as_flight_error(e))
+    monkeypatch.setattr(
+        "meseta.readers.dispatch_server.to_flight_error", lambda e: e if e is older else to_flight_error(e)
+    )
     for error, kind, reason, remedy in cases:
 
         def refuse(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(tier.dispatcher, "_answer", refuse)
+        monkeypatch.setattr(tier.dispatcher, "_handle", refuse)
         with pytest.raises(MesetaError) as caught:
-            Dispatcher(tier.dispatcher.url, tier.dispatcher.credentials).describe("click")
+            DispatcherClient(tier.dispatcher.url, tier.dispatcher.credentials).describe("click")
         told = caught.value
-        sign = " " if kind is Unreachable else ": "
+        sign = " " if kind is UnreachableError else ": "
         assert (type(told), told.remedy) == (kind, remedy), error
         assert told.reason == f"dispatcher {tier.dispatcher.url}{sign}{reason}", error
 
 
 def test_a_dispatcher_that_is_not_there() -> None:
     began_s = time.monotonic()
-    with pytest.raises(Unreachable, match=r"dispatcher grpc://127.0.0.1:9 cannot be reached"):
-        ServedReader(Service(url="grpc://127.0.0.1:9"), "train", OPTIONS)
+    with pytest.raises(UnreachableError, match=r"dispatcher grpc://127.0.0.1:9 cannot be reached"):
+        ServedReader(ReaderServiceAddress(url="grpc://127.0.0.1:9"), "train", OPTIONS)
     assert time.monotonic() - began_s < 15
 
 
 def test_datasets_and_splits_that_there_are_not(tier: Tier) -> None:
     def reader(name: str | None, split: str = "train", **options: Any) -> ServedReader:
-        return ServedReader(Service(url=tier.dispatcher.url, dataset=name), split, OPTIONS, **options)
+        return ServedReader(ReaderServiceAddress(url=tier.dispatcher.url, dataset=name), split, OPTIONS, **options)
 
     with pytest.raises(MesetaError, match=r"there are several datasets.*click, again"):
         reader(None)
@@ -165,9 +167,9 @@ def test_datasets_and_splits_that_there_are_not(tier: Tier) -> None:
 def test_no_reader_is_waited_for_and_then_given_up(
     jagged: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meseta.data.read.served.windows.SAY_S", 0.5)
+    monkeypatch.setattr("meseta.data.read.served.windows.LOG_INTERVAL_S", 0.5)
     with running({"click": jagged.dir}, 0) as tier:
-        service = Service(url=tier.dispatcher.url, give_up_s=2.0)
+        service = ReaderServiceAddress(url=tier.dispatcher.url, reader_timeout_s=2.0)
         with pytest.raises(MesetaError, match=r"window 0 has not come for [2-9] s: no reader is there; start"):
             list(ServedReader(service, "train", OPTIONS).epoch())
         said = capsys.readouterr().err
@@ -191,17 +193,17 @@ def test_who_closes_does_not_wait(jagged: Dataset) -> None:
 
 
 def test_ranks_of_a_former_attempt(tier: Tier) -> None:
-    service = Service(url=tier.dispatcher.url, dataset="click")
-    former = ServedReader(service, "train", OPTIONS, run=Run(name="mine", attempt=1)).epoch()
+    service = ReaderServiceAddress(url=tier.dispatcher.url, dataset="click")
+    former = ServedReader(service, "train", OPTIONS, run=RunAttempt(name="mine", attempt=1)).epoch()
     next(former)
-    next(ServedReader(service, "train", OPTIONS, run=Run(name="mine", attempt=2)).epoch())
+    next(ServedReader(service, "train", OPTIONS, run=RunAttempt(name="mine", attempt=2)).epoch())
     with pytest.raises(MesetaError, match="rank 0 belongs to a former attempt at run 'mine'"):
         list(former)
 
 
 def test_a_damaged_file_ends_the_run_and_names_the_reader(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
-    file = dataset.place(dataset.splits["train"].files[0].path)
+    file = dataset.resolve_file(dataset.splits["train"].files[0].path)
     with running({"click": dataset.dir}, 2) as tier:
         reader = ServedReader(tier.service, "train", OPTIONS)
         content = bytearray(file.read_bytes())
@@ -213,7 +215,7 @@ def test_a_damaged_file_ends_the_run_and_names_the_reader(tmp_path: Path) -> Non
 
 def test_a_file_that_storage_does_not_give_for_a_while_is_waited_for(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
-    file = dataset.place(dataset.splits["train"].files[0].path)
+    file = dataset.resolve_file(dataset.splits["train"].files[0].path)
     with running({"click": dataset.dir}, 2) as tier:
         epoch = ServedReader(tier.service, "train", OPTIONS).epoch()
         file.rename(file.with_suffix(".away"))
@@ -227,9 +229,9 @@ def test_a_file_that_storage_does_not_give_for_a_while_is_waited_for(tmp_path: P
 
 def test_a_file_that_storage_never_gives_again_ends_the_run_and_is_named(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
-    file = dataset.place(dataset.splits["train"].files[0].path)
+    file = dataset.resolve_file(dataset.splits["train"].files[0].path)
     with running({"click": dataset.dir}, 1) as tier:
-        reader = ServedReader(replace(tier.service, give_up_s=1.2), "train", OPTIONS)
+        reader = ServedReader(replace(tier.service, reader_timeout_s=1.2), "train", OPTIONS)
         file.unlink()
         with pytest.raises(MesetaError, match=rf"has not come for \d s: .*{file.name}.* cannot be read .*No such file"):
             list(reader.epoch())
@@ -245,9 +247,9 @@ def test_data_that_were_prepared_anew(tmp_path: Path) -> None:
 
 
 def ticket_of(tier: Tier, **changes: Any) -> dict[str, Any]:
-    description = Dispatcher(tier.dispatcher.url, tier.endpoint.credentials).describe("click")
+    description = DispatcherClient(tier.dispatcher.url, tier.endpoint.credentials).describe("click")
     session = Session(
-        rows=RowsAsked.of(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
+        rows=RowOrder.from_options(description, "train", ("label",), OPTIONS), run="r", attempt=0, rank=0, num_ranks=1
     )
     ticket = WindowTicket(session=session, epoch=0, window=0, begin=0, batch_size=50, last_batch="keep")
     return {**json.loads(ticket.to_bytes()), **changes}
@@ -259,7 +261,7 @@ def test_malformed_tickets_and_actions(seed: int, tier: Tier) -> None:
     ticket = ticket_of(tier)
     reader = flight.connect(tier.readers[0].url)
     dispatcher = flight.connect(tier.dispatcher.url)
-    header = tier.dispatcher.credentials.header().encode()
+    header = tier.dispatcher.credentials.header_value().encode()
     options = flight.FlightCallOptions(headers=[(b"authorization", header)])
     for _ in range(GROUP // 2):
         content = spoiled(draw, json.loads(json.dumps(ticket)))
@@ -296,7 +298,7 @@ class ToldQuietly:
 
 
 def test_rows_that_are_not_what_was_asked_for(jagged: Dataset) -> None:
-    schema = schema_of(jagged, ["other"])
+    schema = record_batch_schema(jagged, ["other"])
     rows = Rows(
         np.zeros(2, np.float32),
         np.zeros((2, 2), np.float32),
@@ -304,7 +306,7 @@ def test_rows_that_are_not_what_was_asked_for(jagged: Dataset) -> None:
         (),
     )
     plain = make_plain(jagged)
-    good = to_record_batch(rows, plain, schema_of(plain, ["other"]))
+    good = to_record_batch(rows, plain, record_batch_schema(plain, ["other"]))
     assert ReceivedRows(good, plain, good.schema, "reader").num_rows == 2
     with pytest.raises(MesetaError, match="reader sent rows with other columns"):
         ReceivedRows(good, jagged, schema, "reader")
@@ -324,9 +326,9 @@ def make_plain(jagged: Dataset) -> Dataset:
 
 
 def test_answers_have_a_limit() -> None:
-    assert DatasetDescription.limit_bytes == ANSWER_BYTES
+    assert DatasetDescription.max_bytes == MAX_REPLY_BYTES
     with pytest.raises(MesetaError, match="at most 1,048,576 are read"):
-        RowsAsked.from_bytes(b" " * (RowsAsked.limit_bytes + 1), "peer")
+        RowOrder.from_bytes(b" " * (RowOrder.max_bytes + 1), "peer")
 
 
 def test_commands_end_in_one_line(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meseta.readers.rates import RATE_S, Growth
-from meseta.readers.scale import Load, ReaderScale
+from meseta.readers.autoscaler import ReaderAutoscaler, ReaderLoad
+from meseta.readers.rates import RATE_WINDOW_S, CounterHistory
 from meseta.spec import MesetaError
 from readers.test_lease_table import Clock
 
@@ -40,7 +40,7 @@ class Simulation:
     makes_s: Callable[[float], float]
     eats_s: Callable[[float], float]
     wanted: int
-    scale: ReaderScale | None = None
+    scale: ReaderAutoscaler | None = None
     clock: Clock = field(default_factory=Clock)
     seed: int = 0
     noise: float = 0.2
@@ -53,7 +53,7 @@ class Simulation:
         self.left_s, self.waited_s = 0.0, 0.0
         self.history: list[tuple[float, int, float]] = []
         """(time, readers wanted, seconds waited so far)."""
-        self.trainer, self.growth = Growth(), Growth()
+        self.trainer, self.growth = CounterHistory(), CounterHistory()
 
     def run(self, until_s: float) -> Simulation:
         while self.clock.now_s < until_s:
@@ -104,13 +104,13 @@ class Simulation:
         assert self.scale is not None
         now_s = self.clock.now_s
         if now_s % 3.0 < 1.0:
-            self.trainer.tell(now_s, self.waited_s, now_s)
-        self.growth.tell(now_s, sum(reader.busy_s for reader in self.readers))
-        waited_s, passed_s = self.trainer.lately() or (0.0, 0.0)
-        load = Load(
+            self.trainer.update(now_s, self.waited_s, now_s)
+        self.growth.update(now_s, sum(reader.busy_s for reader in self.readers))
+        waited_s, passed_s = self.trainer.recent_increase() or (0.0, 0.0)
+        load = ReaderLoad(
             num_readers=len(there),
-            waiting_shares=[waited_s / passed_s] if passed_s >= RATE_S else [],
-            busy_readers=self.growth.per_second()[0],
+            waiting_shares=[waited_s / passed_s] if passed_s >= RATE_WINDOW_S else [],
+            busy_readers=self.growth.rates()[0],
             window_s=self.makes_s(now_s),
         )
         self.wanted = self.scale.update(load)
@@ -145,7 +145,7 @@ def needed(makes_s: float, eats_s: float, seed: int) -> int:
 
 def scaled(makes_s: Callable[[float], float], eats_s: Callable[[float], float], first: int, seed: int) -> Simulation:
     clock = Clock()
-    scale = ReaderScale(1, MOST, clock)
+    scale = ReaderAutoscaler(1, MOST, clock)
     return Simulation(makes_s, eats_s, first, scale, clock, seed)
 
 
@@ -175,11 +175,11 @@ def test_it_follows_up_within_a_minute_and_down_within_two(before: float, faster
     assert run.wanted <= needed(before / faster, 1.0, seed) + 1
 
 
-def seen(scale: ReaderScale, clock: Clock, seconds: float, num_readers: int, *shares: float, busy: float) -> int:
+def seen(scale: ReaderAutoscaler, clock: Clock, seconds: float, num_readers: int, *shares: float, busy: float) -> int:
     """What is wanted after a while of the same."""
     until_s = clock.now_s + seconds
     while clock.now_s < until_s:
-        load = Load(num_readers=num_readers, waiting_shares=shares, busy_readers=busy, window_s=1.0)
+        load = ReaderLoad(num_readers=num_readers, waiting_shares=shares, busy_readers=busy, window_s=1.0)
         wanted = scale.update(load)
         clock.now_s += 1.0
     return wanted
@@ -188,28 +188,28 @@ def seen(scale: ReaderScale, clock: Clock, seconds: float, num_readers: int, *sh
 def test_readers_that_bring_nothing_go_again() -> None:
     """A disk that all of them read: it is tried every five minutes."""
     clock = Clock()
-    scale = ReaderScale(1, 99, clock)
+    scale = ReaderAutoscaler(1, 99, clock)
     assert seen(scale, clock, 40, 2, 0.5, busy=2.0) == 5
     assert seen(scale, clock, 40, 5, 0.45, busy=5.0) == 10, "once may be by chance"
     assert seen(scale, clock, 40, 10, 0.45, busy=9.0) == 2
     assert seen(scale, clock, 240, 2, 0.5, busy=2.0) == 2
     assert seen(scale, clock, 100, 2, 0.5, busy=2.0) == 5
     assert seen(scale, clock, 40, 5, 0.3, busy=5.0) == 8, "these brought something"
-    few = ReaderScale(1, 3, clock)
+    few = ReaderAutoscaler(1, 3, clock)
     assert seen(few, clock, 40, 2, 0.5, busy=2.0) == 3
     assert seen(few, clock, 40, 3, 0.5, busy=3.0) == 2, "there are no more to try"
 
 
 def test_trainings_share_the_readers() -> None:
     clock = Clock()
-    assert seen(ReaderScale(1, 99, clock), clock, 40, 10, 0.6, 0.0, busy=10.0) == 15
+    assert seen(ReaderAutoscaler(1, 99, clock), clock, 40, 10, 0.6, 0.0, busy=10.0) == 15
 
 
 def test_readers_that_were_there_before_are_kept_until_it_is_known_what_they_do() -> None:
     """Another dispatcher has begun in the place of one that died."""
     clock = Clock()
-    scale = ReaderScale(1, 6, clock)
-    assert scale.wanted == 1
+    scale = ReaderAutoscaler(1, 6, clock)
+    assert scale.target_readers == 1
     assert seen(scale, clock, 5, 3, busy=0.0) == 3
     assert seen(scale, clock, 5, 9, busy=0.0) == 6
     assert seen(scale, clock, 200, 9, busy=0.0) == 1, "nobody reads"
@@ -217,7 +217,7 @@ def test_readers_that_were_there_before_are_kept_until_it_is_known_what_they_do(
 
 def test_training_that_ends_asks_for_none() -> None:
     clock = Clock()
-    scale = ReaderScale(1, 9, clock)
+    scale = ReaderAutoscaler(1, 9, clock)
     assert seen(scale, clock, 21, 2, busy=0.1) == 2
     assert seen(scale, clock, 1, 2, 0.9, busy=2.0) == 2
     assert seen(scale, clock, 20, 2, busy=0.1) == 2
@@ -226,13 +226,13 @@ def test_training_that_ends_asks_for_none() -> None:
 
 def test_no_reader_at_all_decides_nothing() -> None:
     clock = Clock()
-    scale = ReaderScale(3, 5, clock)
+    scale = ReaderAutoscaler(3, 5, clock)
     assert seen(scale, clock, 500, 0, 1.0, busy=0.0) == 3
 
 
 def test_readers_that_do_not_come_are_not_asked_for_again_and_again() -> None:
     clock = Clock()
-    scale = ReaderScale(1, 99, clock)
+    scale = ReaderAutoscaler(1, 99, clock)
     assert seen(scale, clock, 40, 2, 0.5, busy=2.0) == 5
     assert seen(scale, clock, 900, 2, 0.5, busy=2.0) == 5
 
@@ -240,4 +240,4 @@ def test_readers_that_do_not_come_are_not_asked_for_again_and_again() -> None:
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (4, 3), (-1, -1)])
 def test_bounds(least: int, most: int) -> None:
     with pytest.raises(MesetaError, match="--min must be at least 1 and at most --max"):
-        ReaderScale(least, most)
+        ReaderAutoscaler(least, most)

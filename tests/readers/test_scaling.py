@@ -15,13 +15,13 @@ from data.test_reader import make_dataset
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.order import epoch_order
 from meseta.data.read.served.credentials import CommandToken, new_token
-from meseta.data.read.served.messages import Beat
+from meseta.data.read.served.messages import Heartbeat
 from meseta.data.read.served.reader import ServedReader
-from meseta.readers import local as local_module
-from meseta.readers import reading, scaling
+from meseta.readers import autoscaling, window_reader
+from meseta.readers import local_readers as local_module
+from meseta.readers.autoscaler import ReaderAutoscaler, ReaderLoad
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.local import LocalReaders
-from meseta.readers.scale import Load, ReaderScale
+from meseta.readers.local_readers import LocalReaders
 from readers.test_lease_table import beat
 from readers.tier import SlowFiles, Tier, digest, running
 
@@ -43,8 +43,8 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
     jagged: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "QUIET_S", 1.0)
-    monkeypatch.setattr(reading, "BEAT_S", 0.2)
+    monkeypatch.setattr(window_reader, "DRAIN_GRACE_S", 1.0)
+    monkeypatch.setattr(window_reader, "HEARTBEAT_INTERVAL_S", 0.2)
     monkeypatch.setattr("meseta.data.dataset.part_files.io", SlowFiles())
     options = ReaderOptions(batch_size=20, shuffle=True, window_rows=80, prefetch_batches=1)
     local = Reader(jagged, "train", options)
@@ -52,7 +52,7 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
     with running({"click": jagged.dir}, 2) as tier:
         found = []
         leaving, staying = tier.readers
-        left = threading.Thread(target=leaving.leave)
+        left = threading.Thread(target=leaving.drain)
         for number, batch in enumerate(ServedReader(tier.service, "train", options).epochs(3)):
             found.append(digest(batch))
             time.sleep(0.03)
@@ -60,9 +60,9 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
                 left.start()
         left.join(PATIENCE_S)
         assert not left.is_alive() and found == expected
-        assert tier.leases.num_moved == {}
+        assert tier.leases.num_reassigned == {}
         stores = [reader._reader.windows for reader in (leaving, staying)]
-        assert stores[0].num_held == 0 and 0 < stores[0].num_decoded < stores[1].num_decoded
+        assert stores[0].num_buffered == 0 and 0 < stores[0].num_decoded < stores[1].num_decoded
         num_windows = sum(len(epoch_order(local._files.group_rows, options, epoch)) for epoch in range(3))
         assert sum(store.num_decoded for store in stores) == num_windows
 
@@ -70,19 +70,19 @@ def test_a_reader_leaves_in_the_middle_and_no_window_is_made_twice(
 def test_one_that_has_nothing_leaves_at_once_and_one_that_nobody_relieves_in_the_end(
     jagged: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "QUIET_S", 0.2)
-    monkeypatch.setattr(reading, "LEAVE_S", 1.0)
+    monkeypatch.setattr(window_reader, "DRAIN_GRACE_S", 0.2)
+    monkeypatch.setattr(window_reader, "DRAIN_TIMEOUT_S", 1.0)
     with running({"click": jagged.dir}, 2) as tier:
         for reader, least_s, most_s in ((tier.readers[0], 0.2, 0.8), (tier.readers[1], 1.0, 3.0)):
             if reader is tier.readers[1]:
-                monkeypatch.setattr(type(reader._reader.windows), "num_held", 1)
+                monkeypatch.setattr(type(reader._reader.windows), "num_buffered", 1)
             began_s = time.monotonic()
-            reader.leave()
+            reader.drain()
             assert least_s <= time.monotonic() - began_s <= most_s
 
 
 def test_processes_follow_what_is_wanted(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_module, "TRY_AGAIN_S", 0.3)
+    monkeypatch.setattr(local_module, "RESTART_DELAY_S", 0.3)
     with running({"click": jagged.dir}, 0) as tier:
         readers = LocalReaders(tier.dispatcher.url, tier.dispatcher.credentials)
         try:
@@ -92,24 +92,24 @@ def test_processes_follow_what_is_wanted(jagged: Dataset, monkeypatch: pytest.Mo
             until(lambda: followed(readers, 2)[0] == stays and len(readers._programs) == 2, "another in its place")
             follow(readers, tier, 1)
             assert [program.pid for program in readers._programs] == [stays]
-            until(lambda: followed(readers, 1) and not readers._leaving, "the one that left has ended")
-            readers.follow(0)
+            until(lambda: followed(readers, 1) and not readers._draining, "the one that left has ended")
+            readers.scale_to(0)
             time.sleep(0.3)
         finally:
             began_s = time.monotonic()
-            readers.end()
-        assert time.monotonic() - began_s < 2.0 < reading.QUIET_S, "one that leaves ends at once, too"
+            readers.stop()
+        assert time.monotonic() - began_s < 2.0 < window_reader.DRAIN_GRACE_S, "one that leaves ends at once, too"
         assert not Path(f"/proc/{stays}").exists()
 
 
 def followed(readers: LocalReaders, wanted: int) -> list[int]:
-    readers.follow(wanted)
+    readers.scale_to(wanted)
     return [program.pid for program in readers._programs]
 
 
 def follow(readers: LocalReaders, tier: Tier, wanted: int) -> None:
     def staying() -> int:
-        readers.follow(wanted)
+        readers.scale_to(wanted)
         return sum(not reader.is_leaving for reader in tier.leases.readers())
 
     until(lambda: staying() == wanted, f"{wanted} readers")
@@ -119,20 +119,22 @@ def test_what_a_look_sees() -> None:
     clock = [0.0]
     leases = LeaseTable(lambda: clock[0])
 
-    def told(name: str, **changes: object) -> Beat:
+    def told(name: str, **changes: object) -> Heartbeat:
         return beat(name).model_copy(update=changes)
 
     for second in range(5):
         clock[0] = float(second)
-        leases.beat(told("a", busy_s=0.5 * second, num_windows=2, num_rows=100 * second))
-        leases.beat(told("b", busy_s=1.0 * second, num_windows=4))
-        leases.beat(told("c", busy_s=1.0 * second, is_leaving=True))
-    assert scaling.load_of(leases) == Load(num_readers=2, waiting_shares=[], busy_readers=1.5, window_s=1.0)
+        leases.record_heartbeat(told("a", busy_s=0.5 * second, num_windows=2, num_rows=100 * second))
+        leases.record_heartbeat(told("b", busy_s=1.0 * second, num_windows=4))
+        leases.record_heartbeat(told("c", busy_s=1.0 * second, is_leaving=True))
+    assert autoscaling.measure_load(leases) == ReaderLoad(
+        num_readers=2, waiting_shares=[], busy_readers=1.5, window_s=1.0
+    )
     assert [reader.rows_per_s for reader in leases.readers()] == [100.0, 0.0, 0.0]
 
 
 def test_looks_go_on_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "LOOK_S", 0.01)
+    monkeypatch.setattr(autoscaling, "POLL_INTERVAL_S", 0.01)
 
     class Followed(LocalReaders):
         def __init__(self) -> None:
@@ -140,14 +142,14 @@ def test_looks_go_on_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
             self.wanted: list[int] = []
             self.is_ended = False
 
-        def follow(self, wanted: int) -> None:
+        def scale_to(self, wanted: int) -> None:
             self.wanted.append(wanted)
 
-        def end(self) -> None:
+        def stop(self) -> None:
             self.is_ended = True
 
     readers = Followed()
-    with scaling.scaling(ReaderScale(3, 5), LeaseTable(), readers):
+    with autoscaling.run_autoscaler(ReaderAutoscaler(3, 5), LeaseTable(), readers):
         until(lambda: len(readers.wanted) > 3, "looks")
     num_looks = len(readers.wanted)
     time.sleep(0.05)

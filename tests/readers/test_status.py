@@ -14,10 +14,10 @@ from bad_input.commands import run_here
 from data.test_reader import make_dataset
 from meseta.data import Dataset, ReaderOptions
 from meseta.data.read import decode as decoding
-from meseta.data.read.served.messages import ReaderStatus, SessionStatus, TierStatus
-from meseta.data.read.served.reader import Run, ServedReader
-from meseta.readers.rates import RATE_S, BusyTime, Growth
-from meseta.readers.shown import prometheus_text, status_lines
+from meseta.data.read.served.messages import ReaderServiceStatus, ReaderStatus, SessionStatus
+from meseta.data.read.served.reader import RunAttempt, ServedReader
+from meseta.readers.rates import RATE_WINDOW_S, BusyTime, CounterHistory
+from meseta.readers.status_text import prometheus_text, status_lines
 from meseta.spec import MesetaError
 from readers.test_lease_table import Clock
 from readers.test_waits import slowed
@@ -28,7 +28,7 @@ READER = ReaderStatus(
     num_again={"room": 2, "idle": 1}, busy_s=12.5, num_leases=3, rows_per_s=123_400.0, busy_share=0.8,
 )  # fmt: skip
 ODD = 'a "b" \\ \n \x1b[31m'
-STATUS = TierStatus(
+STATUS = ReaderServiceStatus(
     datasets={"clicks": "/data/clicks"},
     readers=(READER, READER.model_copy(update={"reader": "grpc://127.0.0.1:8", "is_leaving": True, "num_again": {}})),
     sessions=(
@@ -81,7 +81,7 @@ def test_the_command(jagged: Dataset) -> None:
     options = ReaderOptions(batch_size=50, shuffle=True, window_rows=100)
     with running({"click": jagged.dir}, 1) as tier:
         readers = [
-            ServedReader(tier.service, "train", options, rank=rank, num_ranks=2, run=Run(name="mine", attempt=1))
+            ServedReader(tier.service, "train", options, rank=rank, num_ranks=2, run=RunAttempt(name="mine", attempt=1))
             for rank in range(2)
         ]
         began_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_the_command(jagged: Dataset) -> None:
         assert (session.run, session.split, session.num_ranks) == ("mine", "train", 2)
         assert set(session.waiting_shares) == {"0", "1"}
         as_json = run_here("readers", "status", tier.dispatcher.url, "--json")
-        assert TierStatus.model_validate_json(as_json.out).readers[0].num_rows == rows
+        assert ReaderServiceStatus.model_validate_json(as_json.out).readers[0].num_rows == rows
         assert "run 'mine', split 'train'" in run_here("readers", "status", tier.dispatcher.url).out
         assert "# TYPE meseta_reader_rows_total counter" in (
             run_here("readers", "status", tier.dispatcher.url, "--prometheus").out
@@ -108,8 +108,8 @@ def test_the_command(jagged: Dataset) -> None:
 
 def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held against a stopwatch: readers that take as long for a window as its taker does."""
-    monkeypatch.setattr("meseta.data.read.served.windows.TELL_S", 0.1)
-    monkeypatch.setattr(decoding, "decode", slowed(decoding.decode, 0.05))
+    monkeypatch.setattr("meseta.data.read.served.windows.STATUS_INTERVAL_S", 0.1)
+    monkeypatch.setattr(decoding, "decode_rows", slowed(decoding.decode_rows, 0.05))
     with running({"click": jagged.dir}, 1) as tier:
         options = ReaderOptions(batch_size=37, window_rows=37, prefetch_batches=0)
         batches = ServedReader(tier.service, "train", options).epochs(4)
@@ -135,28 +135,28 @@ def test_the_share_that_is_waited_comes_to_the_dispatcher(jagged: Dataset, monke
     restart=st.none() | st.integers(1, 29),
 )
 def test_growth_is_that_of_the_last_seconds(told: list[tuple[float, int]], restart: int | None) -> None:
-    growth, now_s, total, history = Growth(), 0.0, 100, [(0.0, 100)]
-    growth.tell(0.0, 100)
-    assert growth.lately() == (0,) and growth.per_second() == (0,)
+    growth, now_s, total, history = CounterHistory(), 0.0, 100, [(0.0, 100)]
+    growth.update(0.0, 100)
+    assert growth.recent_increase() == (0,) and growth.rates() == (0,)
     for number, (seconds, more) in enumerate(told, 1):
         now_s += seconds
         if number == restart:
             history, total = [], 0
         total += more
-        growth.tell(now_s, total)
+        growth.update(now_s, total)
         history.append((now_s, total))
-    since = max([h for h in history if h[0] <= now_s - RATE_S], default=history[0])
-    assert growth.lately() == (total - since[1],)
+    since = max([h for h in history if h[0] <= now_s - RATE_WINDOW_S], default=history[0])
+    assert growth.recent_increase() == (total - since[1],)
     seconds = now_s - since[0]
-    assert growth.per_second() == ((total - since[1]) / seconds if seconds else 0.0,)
+    assert growth.rates() == ((total - since[1]) / seconds if seconds else 0.0,)
 
 
 def test_threads_are_busy_once() -> None:
     clock = Clock()
     busy = BusyTime(clock)
-    with busy.at_work():
+    with busy.track():
         clock.now_s = 2.0
-        with pytest.raises(OSError), busy.at_work():
+        with pytest.raises(OSError), busy.track():
             clock.now_s = 3.0
             raise OSError
         clock.now_s = 4.0
@@ -169,6 +169,6 @@ def test_a_status_that_is_none_is_refused() -> None:
     for change in ('"num_again":{"why":1}', '"busy_s":-1', '"reader":""', '"rows_per_s":1e999'):
         key = change.partition(":")[0]
         content = re.sub(key + r":(\{[^}]*\}|[^,}]+)", change.replace("\\", ""), STATUS.model_dump_json(), count=1)
-        with pytest.raises(MesetaError, match="dispatcher sent what is no TierStatus"):
-            TierStatus.from_bytes(content.encode(), "dispatcher")
-    assert TierStatus.from_bytes(STATUS.to_bytes(), "dispatcher") == STATUS
+        with pytest.raises(MesetaError, match="dispatcher sent what is no ReaderServiceStatus"):
+            ReaderServiceStatus.from_bytes(content.encode(), "dispatcher")
+    assert ReaderServiceStatus.from_bytes(STATUS.to_bytes(), "dispatcher") == STATUS

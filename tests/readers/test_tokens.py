@@ -13,16 +13,16 @@ from cli.processes import fact_of
 from cli.test_listening import is_loopback, listening_inodes, open_inodes
 from data.test_reader import make_dataset
 from meseta.data import Reader, ReaderOptions
-from meseta.data.read.served.connection import Unreachable
-from meseta.data.read.served.credentials import CommandToken, PortToken, checked_token, credentials_for, new_token
-from meseta.data.read.served.reader import ServedReader, Service
-from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.served.connection import UnreachableError
+from meseta.data.read.served.credentials import CommandToken, PortToken, credentials_for, new_token, parse_token
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.reader import ReaderServiceAddress, ServedReader
 from meseta.machine.processes import Program
-from meseta.readers import local as local_module
+from meseta.readers import local_readers as local_module
 from meseta.readers.catalog import Catalog
-from meseta.readers.dispatching import DispatchServer
+from meseta.readers.dispatch_server import DispatchServer
+from meseta.readers.endpoint_server import Endpoint
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import Endpoint
 from meseta.spec import MesetaError
 from readers.tier import digest
 
@@ -49,7 +49,7 @@ def test_a_token_is_stored_for_this_user_alone(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [f"{PORT}.token"]
     assert (mode(folder), mode(folder / f"{PORT}.token")) == (0o700, 0o600)
     assert (folder / f"{PORT}.token").read_bytes() == token + b"\n" and len(token) == 43
-    assert credentials_for(f"grpc://127.0.0.1:{PORT}").header() == f"Bearer {token.decode()}"
+    assert credentials_for(f"grpc://127.0.0.1:{PORT}").header_value() == f"Bearer {token.decode()}"
     assert PortToken(8).store().current_token() != token
 
 
@@ -103,8 +103,10 @@ def test_who_runs_follows_a_new_token_and_outlives_its_file(folder: Path) -> Non
 
 
 def test_nothing_stored_is_waited_for(folder: Path) -> None:
-    with pytest.raises(Unreachable, match=r"dispatcher grpc://127.0.0.1:7 cannot be reached: nobody listens there$"):
-        Dispatcher(f"grpc://127.0.0.1:{PORT}").status()
+    with pytest.raises(
+        UnreachableError, match=r"dispatcher grpc://127.0.0.1:7 cannot be reached: nobody listens there$"
+    ):
+        DispatcherClient(f"grpc://127.0.0.1:{PORT}").status()
 
 
 def test_a_dispatcher_of_another_user(tmp_path: Path, folder: Path) -> None:
@@ -113,15 +115,17 @@ def test_a_dispatcher_of_another_user(tmp_path: Path, folder: Path) -> None:
     secret = CommandToken(new_token())
     server = DispatchServer(Endpoint(credentials=secret), Catalog({"click": dataset.dir}), LeaseTable())
     try:
-        with pytest.raises(Unreachable, match=rf"there is no token of port {server.port}, which its dispatcher stores"):
-            Dispatcher(server.url).status()
+        with pytest.raises(
+            UnreachableError, match=rf"there is no token of port {server.port}, which its dispatcher stores"
+        ):
+            DispatcherClient(server.url).status()
         stored = PortToken(server.port).store()
         with pytest.raises(MesetaError, match=rf"takes another token than that in '{folder}/{server.port}.token': ano"):
-            Dispatcher(server.url).status()
-        for text in (repr(stored), repr(secret), repr(server), repr(Dispatcher(server.url)), str(secret)):
+            DispatcherClient(server.url).status()
+        for text in (repr(stored), repr(secret), repr(server), repr(DispatcherClient(server.url)), str(secret)):
             assert secret.current_token().decode() not in text and stored.current_token().decode() not in text
     finally:
-        server.end()
+        server.stop()
 
 
 def readable(path: Path) -> None:
@@ -188,7 +192,7 @@ def test_contents_that_are_no_token(content: bytes) -> None:
     with pytest.raises(
         MesetaError, match=r"the file has \d+ characters, and must have 43 or more.*; do that$"
     ) as refused:
-        checked_token(content, "the file", "do that")
+        parse_token(content, "the file", "do that")
     assert str(refused.value).isprintable()
 
 
@@ -203,15 +207,15 @@ def test_the_token_of_a_command_is_in_no_file_argument_or_variable(
     monkeypatch.setattr(local_module, "start_program", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     with local_module.local_readers(dataset.dir, 1, 1) as url:
         token = credentials_for(url).current_token().decode()
-        came = list(map(digest, ServedReader(Service(url=url), "train", options).epochs(1)))
+        came = list(map(digest, ServedReader(ReaderServiceAddress(url=url), "train", options).epochs(1)))
         tasks = Path(f"/proc/{started[0].pid}/task").iterdir()
         readers = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         pids = [started[0].pid, *readers]
         seen = [fact_of(pid, name) for pid in (*pids, os.getpid()) for name in ("cmdline", "environ")]
         heard = listening_inodes()
         addresses = [heard[inode] for pid in pids for inode in open_inodes(pid) if inode in heard]
-        with pytest.raises(Unreachable, match="there is no token of port"):
-            Dispatcher(url, PortToken(int(url.rpartition(":")[2]))).status()
+        with pytest.raises(UnreachableError, match="there is no token of port"):
+            DispatcherClient(url, PortToken(int(url.rpartition(":")[2]))).status()
     assert came == list(map(digest, Reader(dataset, "train", options).epochs(1)))
     assert len(readers) == 1 and all(seen) and not [text for text in seen if token in text]
     assert len(addresses) == 2 and all(map(is_loopback, addresses)) and not folder.exists()

@@ -20,7 +20,7 @@ from forked import forking
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.read.decode import SplitFiles
 from meseta.data.read.served.reader import ServedReader
-from meseta.machine.remote import host_and_port, is_loopback
+from meseta.machine.remote import is_loopback, parse_address
 from readers.attackers import BEAT, Attack, Outcome, attack
 from readers.test_refusals import ticket_of
 from readers.tier import Tier, digest, running
@@ -87,7 +87,7 @@ def test_mutated_calls_with_the_token(tier: Tier, num: int) -> None:
     assert set(outcome.errors) <= {"answered", "FlightServerError"}, outcome
     assert all(text.isprintable() and "Traceback" not in text for text in outcome.texts), outcome.texts
     assert outcome.max_processor_s < MAX_PROCESSOR_S, outcome.costliest
-    assert all(is_loopback(host_and_port(reader.reader)[0]) for reader in tier.leases.readers())
+    assert all(is_loopback(parse_address(reader.reader)[0]) for reader in tier.leases.readers())
 
 
 @pytest.mark.parametrize("is_nobody", ATTACKERS)
@@ -147,7 +147,7 @@ def test_work_ends_with_its_caller(tier: Tier, monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.1)
         return read(*arguments)
 
-    header = tier.dispatcher.credentials.header().encode()
+    header = tier.dispatcher.credentials.header_value().encode()
     options = flight.FlightCallOptions(timeout=0.25, headers=[(b"authorization", header)])
     ticket, windows = ticket_of(tier), tier.readers[0]._reader.windows
     ticket["session"]["rows"]["window_rows"] = 10_000
@@ -160,4 +160,4 @@ def test_work_ends_with_its_caller(tier: Tier, monkeypatch: pytest.MonkeyPatch) 
     time.sleep(0.3)
     num = len(num_read)
     time.sleep(0.4)
-    assert len(num_read) == num and windows.num_decoded == windows.num_held == 0
+    assert len(num_read) == num and windows.num_decoded == windows.num_buffered == 0

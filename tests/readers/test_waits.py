@@ -19,13 +19,13 @@ from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.dataset import part_files
 from meseta.data.read import decode as decoding
 from meseta.data.read.batch_reader import BatchReader
-from meseta.data.read.selection import Selection
+from meseta.data.read.selection import RowSelection
 from meseta.data.read.served import windows
-from meseta.data.read.served.messages import WindowMade
+from meseta.data.read.served.messages import WindowTimings
 from meseta.data.read.served.reader import ServedReader
-from meseta.data.read.served.windows import wait_by_cause
-from meseta.data.read.window_times import WindowTimes
-from meseta.readers import reading
+from meseta.data.read.served.windows import attribute_wait
+from meseta.data.read.window_times import WindowTimer
+from meseta.readers import window_reader
 from meseta.spec import MesetaError
 from meseta.telemetry.row_waits import NO_READER, RowWait, RowWaits
 from readers.tier import SlowFiles, running
@@ -46,10 +46,10 @@ def test_a_wait_is_shared_out_second_by_second(
     waited: int, storage: int, decode: int, transform: int, ready: int
 ) -> None:
     """Held against a clock: of each second that is waited, whether the reader made the window in it."""
-    made = WindowMade(storage_s=storage, decode_s=decode, transform_s=transform, ready_s=ready)
+    made = WindowTimings(storage_s=storage, decode_s=decode, transform_s=transform, ready_s=ready)
     total = storage + decode + transform
     is_made_in = [-ready - total <= second < -ready for second in range(-waited, 0)]
-    wait = wait_by_cause(waited, made)
+    wait = attribute_wait(waited, made)
     assert wait.wire_s == pytest.approx(waited - sum(is_made_in))
     assert wait.total_s == pytest.approx(waited) and wait.no_lease_s == 0
     for seconds, part in ((wait.storage_s, storage), (wait.decode_s, decode), (wait.transform_s, transform)):
@@ -57,16 +57,16 @@ def test_a_wait_is_shared_out_second_by_second(
 
 
 def test_where_the_reader_has_told_nothing_it_is_the_wire() -> None:
-    assert wait_by_cause(3.0, None) == RowWait(wire_s=3.0)
+    assert attribute_wait(3.0, None) == RowWait(wire_s=3.0)
 
 
 def test_means_are_per_step_and_over_all_that_was_taken() -> None:
     waits = RowWaits()
     waits.add({"a": RowWait(storage_s=3.0, wire_s=1.0), "b": RowWait(decode_s=4.0)}, 0.5)
-    assert waits.take(2) == {"a": RowWait(storage_s=0.75, wire_s=0.25), "b": RowWait(decode_s=1.0)}
-    assert waits.take(2) == {}
+    assert waits.pop_means(2) == {"a": RowWait(storage_s=0.75, wire_s=0.25), "b": RowWait(decode_s=1.0)}
+    assert waits.pop_means(2) == {}
     waits.add({"a": RowWait(storage_s=1.0)})
-    assert waits.over_life() == {"a": RowWait(storage_s=0.375, wire_s=0.125), "b": RowWait(decode_s=0.5)}
+    assert waits.lifetime_means() == {"a": RowWait(storage_s=0.375, wire_s=0.125), "b": RowWait(decode_s=0.5)}
 
 
 # The causes
@@ -94,7 +94,7 @@ def read_all(
         waited_s += time.perf_counter() - begin_s
         if batch is None:
             assert num_rows == NUM_ROWS
-            waits = reader.row_waits.take(1)
+            waits = reader.row_waits.pop_means(1)
             return waited_s, sum(waits.values(), RowWait()), waits
         if num_rows == 0:
             after_first()
@@ -104,7 +104,7 @@ def read_all(
 SLOW: dict[str, tuple[Any, str, Callable[[float], Any], float]] = {
     "storage_s": (part_files, "io", SlowFiles, 0.04),
     "decode_s": (decoding, "check_values", partial(slowed, decoding.check_values), 0.15),
-    "wire_s": (reading, "to_record_batch", partial(slowed, reading.to_record_batch), 0.25),
+    "wire_s": (window_reader, "to_record_batch", partial(slowed, window_reader.to_record_batch), 0.25),
 }
 """Place, name and slow replacement of an object for each cause, with the least delay of a call in seconds."""
 
@@ -124,7 +124,7 @@ def test_what_is_slow_is_what_is_waited_for(cause: str, jagged: Dataset, monkeyp
 
 
 def test_no_reader_is_a_cause_once_a_batch_is_asked_for(jagged: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "TRY_AGAIN_S", 0.1)
+    monkeypatch.setattr(windows, "RETRY_DELAY_S", 0.1)
     with running({"click": jagged.dir}, 0) as tier:
         reader = ServedReader(tier.service, "train", ReaderOptions(batch_size=50))
         batches = reader.epoch()
@@ -136,7 +136,7 @@ def test_no_reader_is_a_cause_once_a_batch_is_asked_for(jagged: Dataset, monkeyp
         waited_s = time.perf_counter() - begin_s
         coming.join()
         batches.close()
-    waits = reader.row_waits.take(1)
+    waits = reader.row_waits.pop_means(1)
     assert 0.4 < waits[NO_READER].no_lease_s <= sum(waits.values(), RowWait()).total_s <= waited_s
 
 
@@ -165,12 +165,12 @@ def test_who_decodes_waits_for_nobody(jagged: Dataset) -> None:
 def test_a_file_that_is_cut_short_is_named_as_before(tmp_path: Path) -> None:
     """Reads that are timed fail as others do."""
     dataset = make_dataset(tmp_path / "data", multi_valued=False)
-    files = decoding.SplitFiles(dataset, "train", Selection(dataset, condition=None, negative_keep=1.0, seed=0))
-    times = WindowTimes()
+    files = decoding.SplitFiles(dataset, "train", RowSelection(dataset, condition=None, negative_keep=1.0, seed=0))
+    times = WindowTimer()
     rows = files.read([0, 1], by_row=False, times=times)
     assert rows.label.size == 74 and times.storage_s > 0 and times.decode_s > 0 and times.transform_s == 0
-    path = dataset.place(dataset.splits["train"].files[0].path)
+    path = dataset.resolve_file(dataset.splits["train"].files[0].path)
     path.write_bytes(path.read_bytes()[:900])
-    for own in (None, WindowTimes()):
+    for own in (None, WindowTimer()):
         with pytest.raises(MesetaError, match=f"{path.name}.*cannot be read"):
             files.read([3], by_row=False, times=own)

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meseta.data.read.options import Check
+from meseta.data.read.options import CancellationCheck
 from meseta.readers import window_store
-from meseta.readers.cancelling import CancelledCall
+from meseta.readers.cancellation import CancelledCall
 from meseta.readers.window_store import WindowStore
 from meseta.spec import MesetaError
 
@@ -48,17 +48,17 @@ def test_a_window_is_decoded_once_for_all_ranks_and_then_forgotten() -> None:
     store, decoded = store_of(2), Decoded()
     with ThreadPoolExecutor(4) as pool:
         came = list(pool.map(lambda rank: take(store, decoded, 3, rank, 4), range(4)))
-    assert (len(set(came)), decoded, store.held_bytes) == (1, [(0, 3)], 0)
-    assert (store.num_decoded, store.num_again) == (1, {})
+    assert (len(set(came)), decoded, store.buffered_bytes) == (1, [(0, 3)], 0)
+    assert (store.num_decoded, store.num_redecoded) == (1, {})
 
 
 def test_who_leaves_in_the_middle_may_come_again() -> None:
     store, decoded = store_of(2), Decoded()
     with pytest.raises(KeyboardInterrupt), store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))):
         raise KeyboardInterrupt
-    assert store.held_bytes == SIZE
+    assert store.buffered_bytes == SIZE
     take(store, decoded, 1)
-    assert (decoded, store.held_bytes) == ([(0, 1)], 0)
+    assert (decoded, store.buffered_bytes) == ([(0, 1)], 0)
 
 
 def test_a_window_waits_for_room_unless_it_comes_before_all_others() -> None:
@@ -70,39 +70,39 @@ def test_a_window_waits_for_room_unless_it_comes_before_all_others() -> None:
         later = pool.submit(take, store, decoded, 7)
         assert take(store, decoded, 4).startswith("(0, 4)")  # else nobody would ever get to 5
         time.sleep(0.2)
-        assert not later.done() and store.held_bytes <= 3 * SIZE
+        assert not later.done() and store.buffered_bytes <= 3 * SIZE
         hold.set()
         assert later.result(10).startswith("(0, 7)")
         assert all(future.result(10) for future in held)
-    assert store.held_bytes == 0
+    assert store.buffered_bytes == 0
 
 
 def test_what_nobody_comes_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_store, "IDLE_S", 0.1)
+    monkeypatch.setattr(window_store, "IDLE_TIMEOUT_S", 0.1)
     store, decoded = store_of(1), Decoded()
     take(store, decoded, 1, rank=0, takers=2)  # rank 1 has died
-    assert store.held_bytes == SIZE
+    assert store.buffered_bytes == SIZE
     take(store, decoded, 2)
     take(store, decoded, 1, rank=1, takers=2)
-    assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_again == {"idle": 1}
+    assert decoded == [(0, 1), (0, 2), (0, 1)] and store.num_redecoded == {"idle": 1}
 
 
 def test_who_stands_still_keeps_no_window_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its window makes room for others, and is decoded again when it moves."""
-    monkeypatch.setattr(window_store, "STILL_S", 0.3)
+    monkeypatch.setattr(window_store, "STALLED_TIMEOUT_S", 0.3)
     store, decoded = store_of(1), Decoded()
     with store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))) as content:
         first = content()
         began_s = time.monotonic()
         take(store, decoded, 2)  # of whom rows are taken
-        assert time.monotonic() - began_s > 0.2 and store.held_bytes == 0
+        assert time.monotonic() - began_s > 0.2 and store.buffered_bytes == 0
         assert content() == first
-        assert store.held_bytes == SIZE
-    assert decoded == [(0, 1), (0, 2), (0, 1)] and (store.held_bytes, store.num_again) == (0, {"idle": 1})
+        assert store.buffered_bytes == SIZE
+    assert decoded == [(0, 1), (0, 2), (0, 1)] and (store.buffered_bytes, store.num_redecoded) == (0, {"idle": 1})
 
 
 def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_store, "STILL_S", 0.5)
+    monkeypatch.setattr(window_store, "STALLED_TIMEOUT_S", 0.5)
     store, decoded, pool = store_of(1), Decoded(), ThreadPoolExecutor(1)
     with pool, store.window("order", (0, 1), {0}, 0, SIZE, lambda check: decoded((0, 1))) as content:
         later = pool.submit(take, store, decoded, 2)
@@ -115,7 +115,7 @@ def test_who_takes_rows_slowly_keeps_its_window(monkeypatch: pytest.MonkeyPatch)
 def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:
     store = store_of(1)
 
-    def fail(check: Check) -> str:
+    def fail(check: CancellationCheck) -> str:
         time.sleep(0.1)
         raise MesetaError("damaged")
 
@@ -126,7 +126,7 @@ def test_a_damaged_window_is_told_to_all_who_wait_and_tried_again() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(ask, range(2))) == ["told", "told"]
-    assert store.held_bytes == 0
+    assert store.buffered_bytes == 0
     assert take(store, Decoded(), 0)
 
 
@@ -146,7 +146,7 @@ class PiecewiseDecode:
         self.num_pieces = 0
         self.num_begun = 0
 
-    def __call__(self, check: Check) -> str:
+    def __call__(self, check: CancellationCheck) -> str:
         self.num_begun += 1
         for _ in range(self.most):
             check()
@@ -176,7 +176,7 @@ def test_decoding_ends_if_nobody_waits_any_more() -> None:
         begun(decode)
         caller.set()
         assert asked.result(10) is False
-    assert decode.num_pieces < 150 and (store.num_held, store.num_decoded) == (0, 0)
+    assert decode.num_pieces < 150 and (store.num_buffered, store.num_decoded) == (0, 0)
     assert ask(store, PiecewiseDecode(1), Caller()), "and may be asked for again"
 
 
@@ -222,4 +222,4 @@ def test_windows_of_many_ranks_cost_nothing_for_each() -> None:
     begin_s = time.process_time()
     with store.window("order", (0, 0), ranks, 7, SIZE, lambda check: " " * SIZE) as content:
         assert content()
-    assert time.process_time() - begin_s < 0.1 and store.num_held == 1
+    assert time.process_time() - begin_s < 0.1 and store.num_buffered == 1

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meseta.data import Batch
-from meseta.data.read.served.keys import ServerKeys
-from meseta.data.read.served.reader import Service
-from meseta.data.read.served.service import Dispatcher
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.keys import TlsServerKeys
+from meseta.data.read.served.reader import ReaderServiceAddress
 from meseta.readers.catalog import Catalog
-from meseta.readers.dispatching import DispatchServer
+from meseta.readers.dispatch_server import DispatchServer
+from meseta.readers.endpoint_server import Endpoint
 from meseta.readers.lease_table import LeaseTable
-from meseta.readers.listening import Endpoint
-from meseta.readers.reading import BUFFER_BYTES, ReadServer, WindowReader
+from meseta.readers.window_reader import DEFAULT_BUFFER_BYTES, ReadServer, WindowReader
 
 
 @dataclass
@@ -34,16 +34,16 @@ class Tier:
     """The part of each reader that decodes."""
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ReaderServiceAddress:
         keys = None if self.endpoint.keys is None else self.endpoint.keys.folder
-        return Service(url=self.dispatcher.url, keys=keys, give_up_s=20.0)
+        return ReaderServiceAddress(url=self.dispatcher.url, keys=keys, reader_timeout_s=20.0)
 
-    def add_reader(self, buffer_bytes: int = BUFFER_BYTES) -> ReadServer:
+    def add_reader(self, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> ReadServer:
         """One more, which the dispatcher knows."""
-        dispatcher = Dispatcher(self.dispatcher.url, self.dispatcher.credentials)
+        dispatcher = DispatcherClient(self.dispatcher.url, self.dispatcher.credentials)
         decoder = WindowReader(dispatcher, buffer_bytes)
         server = ReadServer(replace(self.endpoint, credentials=dispatcher.credentials), decoder, dispatcher)
-        server.meet()
+        server.wait_for_dispatcher()
         self.readers.append(server)
         self.decoders.append(decoder)
         return server
@@ -51,14 +51,14 @@ class Tier:
 
 @contextmanager
 def running(
-    folders: Mapping[str, Path], num_readers: int, keys: ServerKeys | None = None, **options: Any
+    folders: Mapping[str, Path], num_readers: int, keys: TlsServerKeys | None = None, **options: Any
 ) -> Iterator[Tier]:
     """A dispatcher of these datasets, and readers."""
     with ExitStack() as stack:
         leases, endpoint = LeaseTable(), Endpoint(credentials=keys)
         tier = Tier(DispatchServer(endpoint, Catalog(folders), leases), leases, endpoint)
         stack.callback(tier.dispatcher.shutdown)
-        stack.callback(lambda: [reader.end() for reader in tier.readers])
+        stack.callback(lambda: [reader.stop() for reader in tier.readers])
         for _ in range(num_readers):
             tier.add_reader(**options)
         yield tier

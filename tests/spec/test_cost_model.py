@@ -54,8 +54,8 @@ def test_a_file_that_knows_nothing_of_peers_and_codecs_is_read() -> None:
     model = CostModel.from_dict(document).exchange
     assert model.inside_all_to_all.peer_s == 0.0 and model.codec_seconds("int8") == (0.0, 0.0)
     known = documented_cost_model("cpu").exchange
-    assert known.codec_seconds("int8", is_drawn=True) > known.codec_seconds("int8")
-    assert known.codec_seconds("bf16", is_drawn=True) == known.codec_seconds("bf16")
+    assert known.codec_seconds("int8", stochastic=True) > known.codec_seconds("int8")
+    assert known.codec_seconds("bf16", stochastic=True) == known.codec_seconds("bf16")
 
 
 def test_a_missing_group_is_named() -> None:

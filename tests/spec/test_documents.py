@@ -15,7 +15,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.schema.schema import Schema
 from meseta.machine.yaml_text import parse_yaml
 from meseta.planner.cost.documented import documented_cost_model
-from meseta.planner.search.keeping import read_plan_file
+from meseta.planner.search.kept_tables import read_plan_file
 from meseta.spec import MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel

@@ -7,30 +7,30 @@ import pickle
 
 import pytest
 
-from meseta.errors import UnknownColumnError, one_line
-from meseta.spec import MesetaError, ShardingType, nearest
+from meseta.errors import UnknownColumnError, error_summary
+from meseta.spec import MesetaError, ShardingType, suggest
 
 
 def test_nearest_names_one_or_all() -> None:
-    assert nearest("user", ["users", "items"]) == "did you mean 'users'?"
-    assert nearest("zebra", ["users", "items"]) == "available: items, users"
-    assert nearest("zebra", []) == "available: none"
+    assert suggest("user", ["users", "items"]) == "did you mean 'users'?"
+    assert suggest("zebra", ["users", "items"]) == "available: items, users"
+    assert suggest("zebra", []) == "available: none"
 
 
 def test_nearest_takes_numbers_and_enums() -> None:
-    assert nearest(7, ["users"]) == "available: users"
-    assert nearest("row_wis", ShardingType) == "did you mean 'row_wise'?"
-    assert nearest("???", ShardingType) == (
+    assert suggest(7, ["users"]) == "available: users"
+    assert suggest("row_wis", ShardingType) == "did you mean 'row_wise'?"
+    assert suggest("???", ShardingType) == (
         "available: column_wise, data_parallel, grid, hot_replicated, row_wise, table_column_wise, table_row_wise, "
         "table_wise"
     )
 
 
 def test_one_line_of_an_error() -> None:
-    assert one_line(OSError("no such file\nin any folder")) == "no such file"
-    assert one_line(RuntimeError("\n  late start\n")) == "late start"
-    assert one_line(KeyError()) == "KeyError"
-    assert one_line(ValueError(" \n")) == "ValueError"
+    assert error_summary(OSError("no such file\nin any folder")) == "no such file"
+    assert error_summary(RuntimeError("\n  late start\n")) == "late start"
+    assert error_summary(KeyError()) == "KeyError"
+    assert error_summary(ValueError(" \n")) == "ValueError"
 
 
 def test_meseta_error_is_a_value_error() -> None:

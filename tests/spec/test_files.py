@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.files import file_name, inner_fault, json_text, write_whole
+from meseta.machine.files import format_json, invalid_relative_path_reason, to_file_name, write_atomic
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
 
 PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
 WRITERS = {
-    "write_whole": lambda path: write_whole(path, "new"),
+    "write_whole": lambda path: write_atomic(path, "new"),
     "plan": PLAN.save,
     "topology": Topology().save,
     "cost model": CostModel().save,
@@ -55,7 +55,7 @@ def test_places_that_cannot_become_a_file(tmp_path: Path) -> None:
 def test_links_stay_and_name_the_new_file(tmp_path: Path) -> None:
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
-    write_whole(link, "new")
+    write_atomic(link, "new")
     assert link.is_symlink() and target.read_text() == "new"
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(pipe, "new")
+        write_atomic(pipe, "new")
         assert os.read(reader, 10) == b"new"
     finally:
         os.close(reader)
@@ -73,24 +73,28 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
 
 def test_files_are_as_open_as_the_user_has_it(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("")
-    write_whole(tmp_path / "own", "caf\u00e9 \ud800")
+    write_atomic(tmp_path / "own", "caf\u00e9 \ud800")
     assert (tmp_path / "own").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert (tmp_path / "own").read_bytes() == b"caf\xc3\xa9 ?"
 
 
 def test_every_name_gives_a_file_of_its_own() -> None:
-    assert [file_name(name) for name in ("user", "a/b", "..", "año")] == ["user", "a%2Fb", ".%2E", "a%C3%B1o"]
+    assert [to_file_name(name) for name in ("user", "a/b", "..", "año")] == ["user", "a%2Fb", ".%2E", "a%C3%B1o"]
     names = ["x" * 300, "x" * 301, "x" * 150, "x" * 151, "列" * 40, "列" * 41, "a.", "/" * 300]
-    files = [file_name(name) for name in names]
+    files = [to_file_name(name) for name in names]
     assert len(set(files)) == len(names) and files[2] == names[2]
     for name in files:
-        assert inner_fault(f"{name}.safetensors") is None and inner_fault(name) is None and len(name) <= 150
+        assert (
+            invalid_relative_path_reason(f"{name}.safetensors") is None
+            and invalid_relative_path_reason(name) is None
+            and len(name) <= 150
+        )
 
 
 def test_json_has_a_line_for_each_entry_of_two_levels() -> None:
     shallow = {"a": 1.5, "b": ["x", None], "ä": {"c": True}, "empty": {}}
-    assert json_text(shallow) == json.dumps(shallow, indent=1) + "\n"
+    assert format_json(shallow) == json.dumps(shallow, indent=1) + "\n"
     deep = {"tables": {"t": {"rows": [0, 9], "of": {"no text": {3: 4}}}}, "list": ({1: 2}, (), [[[]]])}
-    text = json_text(deep)
+    text = format_json(deep)
     assert json.loads(text) == json.loads(json.dumps(deep))
     assert text.splitlines()[2] == '  "t": {"rows": [0, 9], "of": {"no text": {"3": 4}}}'

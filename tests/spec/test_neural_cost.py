@@ -10,7 +10,7 @@ import pytest
 
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, MesetaError
-from meseta.spec.neural_cost import NumberArray
+from meseta.spec.neural_cost import Float32Array
 from network_cases import constant_networks
 
 MODEL = replace(documented_cost_model("cpu"), neural=constant_networks(0.1, 0.2, 0.3))
@@ -25,8 +25,8 @@ def test_networks_come_back_from_their_file(tmp_path: Path) -> None:
 
 def test_numbers_come_back() -> None:
     numbers = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
-    own = NumberArray.of(numbers)
-    assert own.shape == (2, 3, 4) and (own.numbers() == numbers).all()
+    own = Float32Array.from_array(numbers)
+    assert own.shape == (2, 3, 4) and (own.to_array() == numbers).all()
     assert base64.b64decode(own.float32) == numbers.astype("<f4").tobytes()
 
 
@@ -75,7 +75,7 @@ def test_what_breaks_a_rule_is_named(path: tuple[Any, ...], value: object, messa
 def test_sizes_fit_each_other() -> None:
     document = MODEL.to_dict()
     network = document["neural"]["update"]
-    network["head_in"] = NumberArray.of(np.zeros((1, 7, 3)))
+    network["head_in"] = Float32Array.from_array(np.zeros((1, 7, 3)))
     network["head_in"] = {"shape": [1, 7, 3], "float32": network["head_in"].float32}
     with pytest.raises(MesetaError, match=r"update.head_in has a dimension of size 7, expected 4"):
         CostModel.from_dict(document)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.spec.plan_document import why_not_on
-from meseta.spec.shards import cut
+from meseta.spec.plan_document import rank_mismatch_reason
+from meseta.spec.shards import shard_table
 
 USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)
 ITEM = TableSpec(name="item", num_embeddings=7, embedding_dim=16)
@@ -89,7 +89,7 @@ def test_cut_tiles_and_documents_round_trip(num_hosts: int, per_host: int, draws
         ranks = random.sample(range(num_ranks), 1 if sharding is ShardingType.TABLE_WISE else num_ranks)
         if sharding in (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE):
             ranks = [rank for rank in ranks if rank // per_host == ranks[0] // per_host]
-        placed = cut(
+        placed = shard_table(
             tables[-1],
             sharding,
             ranks,
@@ -120,7 +120,7 @@ def test_schemes_of_hosts() -> None:
     plan = Plan.from_dict(document, TABLES, 4)
     assert spans(plan, "user") == [((0, 5), (0, 40), (0,)), ((5, 10), (0, 40), (1,))]
     assert spans(plan, "item") == [((0, 7), (0, 16), (2,))]  # the host that holds less; one block of columns
-    assert Plan.from_dict(plan.to_dict(), TABLES, 4) == plan and plan.per_host == 2
+    assert Plan.from_dict(plan.to_dict(), TABLES, 4) == plan and plan.ranks_per_host == 2
     plan = Plan.from_dict({"devices_per_host": 2, "tables": {"*": "grid"}}, TABLES, 4)
     assert spans(plan, "user") == [
         ((0, 5), (0, 32), (0,)), ((0, 5), (32, 40), (2,)), ((5, 10), (0, 32), (1,)), ((5, 10), (32, 40), (3,))
@@ -329,7 +329,7 @@ def test_plans_built_in_python_are_checked() -> None:
             lambda: Plan(num_ranks=1, tables=(dataclasses.replace(entry, table="item"),)),
             "table 'item' contains a shard of table 'user'",
         ),
-        (lambda: cut(USER, ShardingType.ROW_WISE, []), "ranks must not be empty"),
+        (lambda: shard_table(USER, ShardingType.ROW_WISE, []), "ranks must not be empty"),
     ]
     for make, words in bad:
         with pytest.raises(MesetaError) as caught:
@@ -358,6 +358,6 @@ def test_what_keeps_a_plan_from_a_number_of_ranks(document: Any, num_ranks: int)
     try:
         Plan.from_dict(document, tables, num_ranks)
     except MesetaError:
-        assert why_not_on(document, num_ranks) is not None
+        assert rank_mismatch_reason(document, num_ranks) is not None
     else:
-        assert why_not_on(document, num_ranks) is None
+        assert rank_mismatch_reason(document, num_ranks) is None

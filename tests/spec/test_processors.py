@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meseta.machine.processors import Processor, this_processor
+from meseta.machine.processors import Processor, read_processor
 
 AVX2 = "fpu sse4_2 avx avx2 fma"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_vnni"
@@ -38,23 +38,23 @@ GRAVITON3 = "fp asimd sve i8mm bf16"
 )
 def test_levels(flags: str, variables: dict[str, str], level: str, pays: bool) -> None:
     processor = Processor("Fast 9", frozenset(flags.split()))
-    assert processor.level(variables) == level
-    why = processor.why_no_bfloat16(variables)
+    assert processor.instruction_set(variables) == level
+    why = processor.bfloat16_unavailable_reason(variables)
     assert (why is None) == pays and (why is None or "Fast 9" in why)
 
 
 def test_who_is_to_blame() -> None:
     fast, plain = Processor("Fast 9", frozenset(SAPPHIRE.split())), Processor("Old 1", frozenset(AVX2.split()))
-    assert "ONEDNN_MAX_CPU_ISA leaves it AVX2" in str(fast.why_no_bfloat16({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
-    assert "has no instructions" in str(plain.why_no_bfloat16({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
+    assert "ONEDNN_MAX_CPU_ISA leaves it AVX2" in str(fast.bfloat16_unavailable_reason({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
+    assert "has no instructions" in str(plain.bfloat16_unavailable_reason({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
 
 
 def test_what_the_kernel_says() -> None:
     two = "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\nflags\t\t: avx2 fma\n\nmodel name\t: Other\nflags : sse\n"
-    assert this_processor(two) == Processor("Fast 9", frozenset({"avx2", "fma"}))
-    assert this_processor("processor : 0\nFeatures : fp asimd bf16\n").flags == {"fp", "asimd", "bf16"}
-    unknown = this_processor("")
-    assert unknown.name and unknown.level({}) == "baseline" and unknown.why_no_bfloat16({})
+    assert read_processor(two) == Processor("Fast 9", frozenset({"avx2", "fma"}))
+    assert read_processor("processor : 0\nFeatures : fp asimd bf16\n").flags == {"fp", "asimd", "bf16"}
+    unknown = read_processor("")
+    assert unknown.name and unknown.instruction_set({}) == "baseline" and unknown.bfloat16_unavailable_reason({})
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_what_the_kernel_says() -> None:
     ],
 )
 def test_bits_follow_the_threads_with_amx_alone(flags: str, environment: dict[str, str], follow: bool) -> None:
-    why = this_processor(f"flags : {flags}\n").why_threads_change_bits(environment)
+    why = read_processor(f"flags : {flags}\n").thread_dependence_reason(environment)
     assert (why is not None) == follow
     assert why is None or "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in why

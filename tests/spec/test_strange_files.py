@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from meseta.machine.files import (
-    DOCUMENT_VALUES,
-    STRING_LENGTH,
-    first_alike,
-    inner_fault,
-    inside,
+    MAX_DOCUMENT_VALUES,
+    MAX_STRING_LENGTH,
+    first_name_collision,
+    invalid_relative_path_reason,
     open_regular,
     parse_json,
     read_bounded,
+    resolve_inside,
 )
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
@@ -58,20 +58,20 @@ def test_links_may_not_lead_out(tmp_path: Path) -> None:
     for name, target in links.items():
         (folder / name).symlink_to(target)
     for name in ("deep/file", "round", "short/file"):
-        assert inside(folder, name) == folder / name
+        assert resolve_inside(folder, name) == folder / name
     for name in ("out", "up/secret", "far/hostname", "up"):
         with pytest.raises(OSError, match="a link leads out of"):
-            inside(folder, name)
+            resolve_inside(folder, name)
     for name, what in (("nowhere", "No such file"), ("deep", "Is a directory")):
         with pytest.raises(OSError, match=what):
-            inside(folder, name)
+            resolve_inside(folder, name)
     (tmp_path / "another").symlink_to(folder)
-    assert inside(tmp_path / "another", "deep/file").exists()
+    assert resolve_inside(tmp_path / "another", "deep/file").exists()
 
 
 @pytest.mark.parametrize("path", ["a", "train/part-00000.parquet", "a b/.hidden", "größe/价格", "x" * 255])
 def test_names_inside(path: str) -> None:
-    assert inner_fault(path) is None
+    assert invalid_relative_path_reason(path) is None
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_names_inside(path: str) -> None:
     ],
 )
 def test_names_that_are_none(path: str) -> None:
-    assert inner_fault(path)
+    assert invalid_relative_path_reason(path)
 
 
 def test_names_that_a_file_system_takes_for_one() -> None:
-    assert first_alike(["a", "b", "a/b"]) is None
+    assert first_name_collision(["a", "b", "a/b"]) is None
     for one, other in (
         ("a", "a"),
         ("User", "uSER"),
@@ -94,7 +94,7 @@ def test_names_that_a_file_system_takes_for_one() -> None:
         ("\ufb01", "FI"),
         ("stra\u00dfe", "STRASSE"),
     ):
-        assert first_alike(["x", one, other]) == (one, other)
+        assert first_name_collision(["x", one, other]) == (one, other)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_names_that_a_file_system_takes_for_one() -> None:
     [
         *(b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b'{"a":1,"a":2}', b'[{"b":{"a":1,"a":2}}]', b"[NaN]", b"[1e999]"),
         *(b"[-Infinity]", b'["\\ud800"]', b'{"\\udfff":0}', b"[" * 66 + b"]" * 66, b"[" * 10**6, b"9" * 5000),
-        b"[" + b"0," * DOCUMENT_VALUES + b"0]",
-        b'["' + b"x" * (STRING_LENGTH + 1) + b'"]',
+        b"[" + b"0," * MAX_DOCUMENT_VALUES + b"0]",
+        b'["' + b"x" * (MAX_STRING_LENGTH + 1) + b'"]',
     ],
     ids=lambda content: content[:9].hex(),
 )
@@ -117,7 +117,7 @@ def test_json_is_what_it_was() -> None:
     assert parse_json(json.dumps(document).encode()) == document
     assert parse_json(json.dumps(document, ensure_ascii=False).encode()) == document
     assert parse_json(b"[Infinity]", finite=False) == [float("inf")]
-    assert parse_json(b'["' + b"x" * STRING_LENGTH + b'"]') == ["x" * STRING_LENGTH]
+    assert parse_json(b'["' + b"x" * MAX_STRING_LENGTH + b'"]') == ["x" * MAX_STRING_LENGTH]
 
 
 def bomb(levels: int) -> str:

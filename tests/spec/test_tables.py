@@ -113,7 +113,7 @@ def test_optimizers_are_hashable_and_options_are_copied() -> None:
     options = {"rate": 0.5}
     spec = OptimizerSpec(name="a:b", options=options)
     options["rate"] = 0.7
-    assert spec.options == {"rate": 0.5} and spec.is_own and hash(spec) == hash(OptimizerSpec(name="a:b"))
+    assert spec.options == {"rate": 0.5} and spec.is_custom and hash(spec) == hash(OptimizerSpec(name="a:b"))
     assert spec != OptimizerSpec(name="a:b")
 
 

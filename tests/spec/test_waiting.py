@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from meseta.machine.waiting import WAITING, choose_waiting, is_ours, spins
+from meseta.machine.wait_policy import WAIT_POLICY, has_default_policy, set_wait_policy, threads_spin
 
 
 def test_commands_choose_where_nobody_has() -> None:
     environment = {"PATH": "/bin", "KMP_BLOCKTIME": ""}
-    choose_waiting(environment)
-    assert environment == {"PATH": "/bin", "KMP_BLOCKTIME": "", **WAITING}
-    assert is_ours(environment) and not spins(environment)
+    set_wait_policy(environment)
+    assert environment == {"PATH": "/bin", "KMP_BLOCKTIME": "", **WAIT_POLICY}
+    assert has_default_policy(environment) and not threads_spin(environment)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_commands_choose_where_nobody_has() -> None:
 )
 def test_the_users_own_choice_stays(own: dict[str, str], is_spinning: bool) -> None:
     environment = dict(own)
-    choose_waiting(environment)
-    assert environment == own and not is_ours(environment) and spins(environment) == is_spinning
+    set_wait_policy(environment)
+    assert environment == own and not has_default_policy(environment) and threads_spin(environment) == is_spinning
 
 
 def test_without_any_choice_threads_spin() -> None:
-    assert spins({})
+    assert threads_spin({})

@@ -13,9 +13,9 @@ import torch
 
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.ops.row_marks.row_set import RowSet
-from meseta.spec.tiers import PARTS_AHEAD
-from meseta.storage import file_parts
-from meseta.storage.file_parts import FrozenFile
+from meseta.spec.tiers import NUM_PREFETCHED_PARTS
+from meseta.storage import snapshot_reader
+from meseta.storage.snapshot_reader import SnapshotReader
 
 WIDTHS = (256, 4)
 PART_ROWS, NUM_PARTS, BLOCK_ROWS = 2048, 24, 512
@@ -42,7 +42,7 @@ class Live:
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     found = Live()
-    monkeypatch.setattr(file_parts, "empty", found.empty)
+    monkeypatch.setattr(snapshot_reader, "empty", found.empty)
     return found
 
 
@@ -84,19 +84,19 @@ def test_selected_rows_are_read_and_few_parts_are_in_memory(
 ) -> None:
     file, records = written
     before, selected = file.counters, selection(kind, file.num_rows)
-    frozen = FrozenFile(file.freeze(), WIDTHS, None if kind == "all" else selected)
+    frozen = SnapshotReader(file.snapshot(), WIDTHS, None if kind == "all" else selected)
     file.write(torch.arange(file.num_rows), np.zeros_like(records))  # what comes later does not show
     for first in range(0, file.num_rows, BLOCK_ROWS):
         stop = min(first + BLOCK_ROWS, file.num_rows)
         rows = selected.rows(first, stop).numpy()
         if not len(rows):
             continue
-        values, present = frozen.take(first, stop)
+        values, present = frozen.read(first, stop)
         assert np.array_equal(present.numpy(), rows % 7 > 0)
         joined = torch.cat(values, 1).numpy()
         assert np.array_equal(joined[present.numpy()], records[rows][present.numpy()])
         del values
-    assert 0 < live.most <= (PARTS_AHEAD + 1) * PART_ROWS * RECORD_BYTES
+    assert 0 < live.most <= (NUM_PREFETCHED_PARTS + 1) * PART_ROWS * RECORD_BYTES
     assert live.now == 0, "parts of which all selected rows were taken are still in memory"
     if kind in ("every third part", "0.001"):
         read = file.counters.read_bytes - before.read_bytes
@@ -108,8 +108,8 @@ def test_a_selection_that_is_given_up_frees_its_parts(
     live: Live, written: tuple[RowFile, np.ndarray[Any, Any]]
 ) -> None:
     file, _ = written
-    frozen = FrozenFile(file.freeze(), WIDTHS)
-    frozen.take(0, 1)
+    frozen = SnapshotReader(file.snapshot(), WIDTHS)
+    frozen.read(0, 1)
     assert live.now > 0
     frozen.close()
     assert live.now == 0

@@ -22,17 +22,17 @@ from meseta import (
     ahead,
     checkpoint,
 )
-from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.background import BackgroundSaver
 from meseta.comm import World
 from meseta.ops.row_file import RowFile
 from meseta.optim import make_row_optimizer, row_state
-from meseta.optim.clip import DenseClip
+from meseta.optim.clip import GradientClipper
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW, Lease, TableShard, TieredShard, as_stored
-from meseta.storage.far import FrozenHostRows
-from meseta.storage.tiered import check_init
+from meseta.storage.backing_store import HostBackingStoreSnapshot
+from meseta.storage.tiered import check_row_init
 from row_file_cases import damage
 from sampling import sample
 
@@ -90,7 +90,9 @@ def placed(
 ) -> EmbeddingBagCollection:
     made = collection(optimizer, dtype)
     entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
-    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead))
+    made.apply_plan(
+        Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead)
+    )
     return made
 
 
@@ -119,7 +121,7 @@ def train(made: EmbeddingBagCollection, num_steps: int = 12) -> list[float]:
     losses = []
     for step in range(num_steps):
         if step % 3 == 2:
-            with made.accumulating():
+            with made.accumulate_gradients():
                 loss_of(made, batch(1000 + step)).backward()
         loss = loss_of(made, batch(step))
         loss.backward()
@@ -159,19 +161,22 @@ def test_penalties_of_lookups_and_the_norm_of_all_rows_are_those_of_resident_tab
     factors: list[list[float]] = [[], []]
     for step in range(8):
         for made, found in zip((tiered, resident), factors, strict=True):
-            flight = made.start(weighed(made, batch(step)))
+            flight = made.start_input_dist(weighed(made, batch(step)))
             flight.clip = lambda rows, found=found: (
-                found.append(DenseClip(norm=0.5, with_rows=True)([], rows)) or found[-1]
+                found.append(GradientClipper(norm=0.5, includes_rows=True)([], rows)) or found[-1]
             )
-            loss_of_flight(made, made.exchange(flight)).backward()
+            loss_of_flight(made, made.input_dist(flight)).backward()
     assert factors[0] == factors[1] and 0 < min(factors[0]) < 1
     assert same(contents(tiered), contents(resident))
 
 
 def test_host_is_memory_where_the_rank_computes_on_a_cpu() -> None:
     resident, made = collection("adam", "float16"), collection("adam", "float16")
-    made.place(Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "host"}}}, made.tables, 1))
-    assert all(isinstance(shard, TableShard) and not shard.lies_far for shard in made.shards) and not made.lies_far
+    made.apply_plan(Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "host"}}}, made.tables, 1))
+    assert (
+        all(isinstance(shard, TableShard) and not shard.is_offloaded for shard in made.shards)
+        and not made.has_offloaded_rows
+    )
     assert train(made) == train(resident) and same(contents(made), contents(resident))
 
 
@@ -186,7 +191,7 @@ def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
         made.shards[0].write(3, values)
         made.shards[0].write(40, {ROW: values[ROW][:20]})
     assert same(contents(tiered), contents(resident))
-    frozen = [made.shards[0].freeze() for made in (resident, tiered)]
+    frozen = [made.shards[0].snapshot() for made in (resident, tiered)]
     before = [{name: value.clone() for name, value in one.read(0, ROWS["big"]).items()} for one in frozen]
     for made in (resident, tiered):
         train(made, 5)
@@ -194,20 +199,20 @@ def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
     after = [one.read(0, ROWS["big"]) for one in frozen]
     assert same([before[0]], [before[1]]) and same(before, after)
     rows = torch.tensor([0, 5, 77, 401])
-    taken = [made.shards[0].take(rows) for made in (resident, tiered)]
+    taken = [made.shards[0].gather(rows) for made in (resident, tiered)]
     assert same([taken[0]], [taken[1]])
 
 
 def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a file is cleaned while one is held; what comes after is saved as well."""
-    ended: list[FrozenHostRows] = []
+    ended: list[HostBackingStoreSnapshot] = []
 
-    def close(frozen: FrozenHostRows) -> None:
+    def close(frozen: HostBackingStoreSnapshot) -> None:
         ended.append(frozen)
 
-    monkeypatch.setattr(FrozenHostRows, "close", close)
+    monkeypatch.setattr(HostBackingStoreSnapshot, "close", close)
     tiered = placed("cached", {"big": 80, "small": 40}, "adam", "float32", tmp_path)
-    background = BackgroundSave(World.single())
+    background = BackgroundSaver(World.single())
     for number in (1, 2):
         train(tiered, 3)
         background.start(
@@ -217,7 +222,7 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
             shards=tiered.shards,
             dense={},
             state={},
-            then=lambda world: None,
+            on_saved=lambda world: None,
         )
         background.wait()
         assert len(ended) == 2 * number
@@ -241,18 +246,18 @@ def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_rows_that_come_beside_others_that_cannot_be_had(tmp_path: Path) -> None:
     """Both batches are told; what the disk gave the second one is near and right."""
     big = placed("disk", {"big": 80, "small": 40}, "sgd", "float32", tmp_path).shards[0]
-    assert isinstance(big, TieredShard) and isinstance(big.far, RowFile)
+    assert isinstance(big, TieredShard) and isinstance(big.backing_store, RowFile)
     values = big.read(0, ROWS["big"])
     big.write(0, {name: value.numpy() for name, value in values.items()})
-    big.far.flush()
-    damage(Path(big.far.path), values[ROW][7].numpy().tobytes())
+    big.backing_store.flush()
+    damage(Path(big.backing_store.path), values[ROW][7].numpy().tobytes())
     leases = [Lease([big], [(0, torch.tensor(rows))]) for rows in ([7, 8], [8, 9])]
     for lease in leases:
         with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
             lease.wait()
     for lease in leases:
-        lease.end()
-    assert big.cache.near_rows().tolist() == [9] and big.cache.num_pinned == 0
+        lease.release()
+    assert big.cache.cached_rows().tolist() == [9] and big.cache.num_pinned == 0
     assert same([big.read(8, 60)], [{name: value[8:60] for name, value in values.items()}])
 
 
@@ -268,11 +273,11 @@ def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
     train(tiered, 6)
     [big, _] = tiered.shards
     assert isinstance(big, TieredShard)
-    before = big.cache.near_rows()
+    before = big.cache.cached_rows()
     with torch.no_grad():
         for number in range(20):
             loss_of(tiered, batch(900 + number, size=50))
-    assert torch.equal(before, big.cache.near_rows())
+    assert torch.equal(before, big.cache.cached_rows())
 
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
@@ -287,7 +292,7 @@ def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
     traffic = made.row_traffic["big"]
     assert traffic.num_rows == sum(map(len, of_big)) and traffic.num_misses == len(np.unique(np.concatenate(of_big)))
     assert traffic.num_pushed_out == traffic.read_bytes == traffic.written_bytes == 0
-    made.shards[0].freeze().end_reading()
+    made.shards[0].snapshot().close()
     assert made.row_traffic["big"].num_pushed_out == traffic.num_misses
     assert made.row_traffic["big"].pushed_bytes == traffic.num_misses * 2 * 24 * 4
 
@@ -298,7 +303,7 @@ def test_plans_that_cannot_be_are_named() -> None:
     with pytest.raises(MesetaError, match="data_parallel supports only tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "data_parallel", "tier": "disk"}}}, made.tables, 2)
     with pytest.raises(MesetaError, match=r"table 'big' has shards in tier 'disk', which requires storage\.dir"):
-        made.place(one({"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}))
+        made.apply_plan(one({"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}))
     all_rows = [replace(t, optimizer=OptimizerSpec(name="adam", lr=0.1, stepped_rows="all")) for t in made.tables]
     with pytest.raises(MesetaError, match="stepped_rows 'all' of its optimizer requires tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}, all_rows, 1)
@@ -311,7 +316,7 @@ def test_plans_that_cannot_be_are_named() -> None:
 def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
     spec = tables("adam", "float32")[0]
     sound = make_row_optimizer(spec.optimizer)
-    check_init(spec, sound)
+    check_row_init(spec, sound)
     for init in (
         lambda weight: {"mean": row_state(weight, float(weight.mean()))},
         lambda weight: {"count": torch.zeros(3)},
@@ -320,7 +325,7 @@ def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
         with pytest.raises(
             MesetaError, match=r"table 'big': .* `init` of optimizer 'adam' gives a row another state alone"
         ):
-            check_init(spec, replace(sound, init=init))
+            check_row_init(spec, replace(sound, init=init))
 
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
@@ -335,19 +340,19 @@ def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: i
         open_: list[Any] = []
         losses, copies = [], []
         for number in range(14):
-            flight = made.exchange(made.start(weighed(made, batch(number, drift=11))))
-            made.fetch(flight)
+            flight = made.input_dist(made.start_input_dist(weighed(made, batch(number, drift=11))))
+            made.prefetch(flight)
             open_.append(flight)
             if number % 5 == 3:
-                given_up = made.exchange(made.start(weighed(made, batch(300 + number))))
-                made.fetch(given_up)
+                given_up = made.input_dist(made.start_input_dist(weighed(made, batch(300 + number))))
+                made.prefetch(given_up)
                 made.drop(given_up)
             if len(open_) < 3:
                 continue
             if number % 4 == 0:
                 with torch.no_grad():
                     losses.append(float(loss_of(made, batch(700 + number, size=30))))
-                frozen = made.shards[0].freeze()
+                frozen = made.shards[0].snapshot()
                 copies.append({name: value.clone() for name, value in frozen.read(0, ROWS["big"]).items()})
             loss = loss_of_flight(made, open_.pop(0))
             loss.backward()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meseta.telemetry.diagnosis import SETTLE_S, Settling, Trouble, find_astray
-from meseta.telemetry.rank_record import SIZE, RankRecord, RankState, Sending, read_state
+from meseta.telemetry.diagnosis import DIVERGENCE_GRACE_S, Diagnosis, DivergenceGracePeriod, find_diverged
+from meseta.telemetry.rank_record import RECORD_BYTES, RankRecord, RankState, TransferInfo, parse_record
 
 ROWS = (0, "rows")
 
@@ -19,7 +19,7 @@ def records() -> Iterator[list[RankRecord]]:
     records = []
     for rank in range(3):
         with tempfile.TemporaryFile() as file:
-            os.ftruncate(file.fileno(), SIZE)
+            os.ftruncate(file.fileno(), RECORD_BYTES)
             records.append(RankRecord(os.dup(file.fileno()), rank, 3))
     yield records
     for record in records:
@@ -28,29 +28,30 @@ def records() -> Iterator[list[RankRecord]]:
 
 def states(records: list[RankRecord]) -> dict[int, RankState]:
     return {
-        record.rank: read_state(os.pread(record.descriptor, SIZE, 0), f"of rank {record.rank}") for record in records
+        record.rank: parse_record(os.pread(record.descriptor, RECORD_BYTES, 0), f"of rank {record.rank}")
+        for record in records
     }
 
 
 def test_the_grace_period_does_not_begin_again_when_more_ranks_wait(records: list[RankRecord]) -> None:
-    settling, texts = Settling(), []
+    settling, texts = DivergenceGracePeriod(), []
     for record, name in zip(records, ("ids", "ids", "norms"), strict=True):
-        record.begin(ROWS, 7, Sending("counts"))
-        record.begin(ROWS, 7, Sending(name))
-    for now_s in (0.0, SETTLE_S / 2, SETTLE_S):
-        trouble = find_astray(states(records))
+        record.start_transfer(ROWS, 7, TransferInfo("counts"))
+        record.start_transfer(ROWS, 7, TransferInfo(name))
+    for now_s in (0.0, DIVERGENCE_GRACE_S / 2, DIVERGENCE_GRACE_S):
+        trouble = find_diverged(states(records))
         assert trouble is not None and (trouble.ranks, trouble.sequence_number) == ((2,), 2)
-        assert settling.lasting(trouble, now_s) == (trouble if now_s == SETTLE_S else None)
+        assert settling.filter_diagnosis(trouble, now_s) == (trouble if now_s == DIVERGENCE_GRACE_S else None)
         texts.append(trouble.text)
-        records[len(texts) - 1].wait(ROWS[0], 2)
+        records[len(texts) - 1].record_wait(ROWS[0], 2)
     assert len({*texts}) == 3
 
 
 def test_the_grace_period_begins_again_for_another_transfer_or_after_none() -> None:
-    settling = Settling()
-    first, second = (Trouble("astray", (2,), "rank 2 is astray", number) for number in (4, 5))
-    stuck = Trouble("stuck", (2,), "rank 2 is stuck")
+    settling = DivergenceGracePeriod()
+    first, second = (Diagnosis("astray", (2,), "rank 2 is astray", number) for number in (4, 5))
+    stuck = Diagnosis("stuck", (2,), "rank 2 is stuck")
     looks = [(first, None), (first, None), (second, None), (second, None), (None, None), (second, None)]
     looks += [(stuck, stuck), (second, None), (second, None), (second, second)]
     for number, (found, expected) in enumerate(looks):
-        assert settling.lasting(found, number * SETTLE_S / 2) is expected, number
+        assert settling.filter_diagnosis(found, number * DIVERGENCE_GRACE_S / 2) is expected, number

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meseta.telemetry.span import DeviceClock, Span, StageTimes
-from meseta.telemetry.timeline import rank_tracks
+from meseta.telemetry.timeline import make_rank_tracks
 
 
 class Stream:
@@ -76,14 +76,14 @@ def test_a_device_is_timed_by_its_own_stream_and_never_waited_for(stream: Stream
     times = timed(stream)
     for _ in range(3):
         step(times, stream)
-    assert times.take() == {}  # the host is 18 s ahead
+    assert times.pop_means() == {}  # the host is 18 s ahead
     stream.host_s += 7.0
-    assert times.take() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    assert times.pop_means() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
     stream.host_s += 1000.0
     step(times, stream)
     stream.host_s += 10.0
-    assert times.take() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
-    assert times.over_life() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    assert times.pop_means() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    assert times.lifetime_means() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
     assert stream.num_waits == 1 and not stream.num_asked_early  # before the very first stage
 
 
@@ -93,7 +93,7 @@ def test_a_device_that_stands_idle_counts_for_the_stage_of_the_host(stream: Stre
     with times.stage("data"):
         stream.host_s += 2.0
     times.end_step()
-    assert times.take() == {"data": pytest.approx(2.0)}
+    assert times.pop_means() == {"data": pytest.approx(2.0)}
 
 
 def test_what_is_recorded_of_a_device_lies_on_the_clock_of_the_host(stream: Stream) -> None:
@@ -101,25 +101,25 @@ def test_what_is_recorded_of_a_device_lies_on_the_clock_of_the_host(stream: Stre
     times = timed(stream)
     step(times, stream)
     stream.host_s += 300_000.125
-    times.record()
+    times.start_recording()
     began_s = stream.host_s
     step(times, stream)
-    spans = times.recorded()
+    spans = times.stop_recording()
     assert [(span.stage, span.step) for span in spans] == [
         ("dense_forward", 1), ("table_update", 1), ("backward", 1), ("step", 1)
     ]  # fmt: skip
     assert spans[0].begin_s == pytest.approx(began_s, abs=0.02)
     assert [span.end_s - spans[0].begin_s for span in spans] == pytest.approx([1.0, 5.5, 6.0, 6.25], abs=1e-5)
-    assert spans[-1].own_s == pytest.approx(0.25, abs=1e-5)
+    assert spans[-1].self_s == pytest.approx(0.25, abs=1e-5)
     step(times, stream)
-    assert times.recorded() == []
+    assert times.stop_recording() == []
 
 
 def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: float(next(clock)))
     times = StageTimes()
-    times.record()
+    times.start_recording()
     for _ in range(2):
         times.begin_step()
         with times.stage("lookup"):
@@ -131,7 +131,7 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
         times.end_step()
         with times.stage("update"):
             pass
-    spans = times.recorded()
+    spans = times.stop_recording()
     assert spans[:5] == [
         Span("lookup", 0, 1.0, 2.0, 0.0),
         Span("gradient_dist", 0, 5.0, 6.0, 0.0),
@@ -146,30 +146,30 @@ def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream
     """Beside the stages, which are as long as without them, and also before the last event that was read."""
     side, times = Stream(), timed(stream)
     step(times, stream)
-    with times.copying(7, side):  # before anything is kept
+    with times.time_copy(7, side):  # before anything is kept
         pass
     stream.host_s += 100.0
-    times.record()
+    times.start_recording()
     began_s = stream.host_s
     for number in range(2):
         side.host_s = stream.host_s
-        with times.copying(1000 + number, side):
+        with times.time_copy(1000 + number, side):
             side.compute(0.5)
         step(times, stream)
-    spans = times.recorded()
+    spans = times.stop_recording()
     side.host_s = stream.host_s
-    copies = times.recorded_copies()
+    copies = times.pop_recorded_copies()
     assert [(one.step, one.num_bytes) for one in copies] == [(1, 1000), (2, 1001)]
     assert [one.begin_s - began_s for one in copies] == pytest.approx([0.0, 0.4 + 0.1], abs=0.11)
     assert [one.end_s - one.begin_s for one in copies] == pytest.approx([0.5, 0.5], abs=1e-4)
     assert [span.stage for span in spans].count("step") == 2
-    tracks = rank_tracks(0, spans, [], copies=copies, first=10)
+    tracks = make_rank_tracks(0, spans, [], copies=copies, first=10)
     [track] = [track for track in tracks if track.kind == "transfer"]
     assert track.name == "copies under way"
-    assert [(one.step, one.figures) for one in track.slices] == [
+    assert [(one.step, one.args) for one in track.slices] == [
         (12, {"bytes to the device": 1000}),
         (13, {"bytes to the device": 1001}),
     ]
-    assert times.recorded_copies() == []
-    times.record()
-    assert times.recorded_copies() == []
+    assert times.pop_recorded_copies() == []
+    times.start_recording()
+    assert times.pop_recorded_copies() == []

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from fuse_server import fuse_mount
-from meseta.machine.waits.activity import activity, read_activities, this_process, waiting_for
+from meseta.machine.waits.activity import current_activities, read_activities, track_activity, track_request
 from meseta.machine.waits.blocked_calls import blocked_calls
 from meseta.telemetry.watching import stalls
-from meseta.telemetry.watching.stalls import LOOK_INTERVAL_S, STALL_S, StallWatch, WatchedProcess
+from meseta.telemetry.watching.stalls import POLL_INTERVAL_S, STALL_TIMEOUT_S, StallWatch, WatchedProcess
 from sampling import sample
 from stalled_disk import loop_disk
 
@@ -61,9 +61,9 @@ def lines_of(watch: StallWatch, process: int, begin_s: float, end_s: float) -> d
     said = {}
     now_s = begin_s
     while now_s <= end_s:
-        if lines := watch.look([WatchedProcess(process, rank=3)], now_s):
+        if lines := watch.poll([WatchedProcess(process, rank=3)], now_s):
             said[now_s] = lines
-        now_s += LOOK_INTERVAL_S
+        now_s += POLL_INTERVAL_S
     return said
 
 
@@ -80,17 +80,17 @@ def test_writes_to_a_frozen_disk(tmp_path: Path) -> None:
             let_go(process)
             watch = StallWatch()
             said = lines_of(watch, process.pid, 0.0, 100.0)
-            assert list(said) == [STALL_S, 4 * STALL_S], (name, said)
-            (line,) = said[STALL_S]
+            assert list(said) == [STALL_TIMEOUT_S, 4 * STALL_TIMEOUT_S], (name, said)
+            (line,) = said[STALL_TIMEOUT_S]
             assert f"(process {process.pid}) has waited 15 s for the file system at {str(disk.place)!r} (ext4" in line
             target = path.with_name({"mkdir": "new", "unlink": "file3"}.get(name, "file"))
             assert line.startswith("warning: rank 3 on ") and f": {name} of {str(target)!r}; check the disk" in line
             disk.thaw()
             end(process)
-            assert watch.look([WatchedProcess(process.pid, rank=3)], 110.0) == [
+            assert watch.poll([WatchedProcess(process.pid, rank=3)], 110.0) == [
                 f"note: the file system at {str(disk.place)!r} (ext4 on {disk.device}) answers again, after 1 min 50 s"
             ]
-            assert watch.look([WatchedProcess(process.pid, rank=3)], 112.5) == []
+            assert watch.poll([WatchedProcess(process.pid, rank=3)], 112.5) == []
 
 
 @pytest.mark.parametrize("name", sample(READS, k=1, seed=0))
@@ -103,11 +103,11 @@ def test_reads_from_a_stopped_server(tmp_path: Path, name: str) -> None:
         process = start(READS[name], path, "file = os.open(path, os.O_RDONLY)" if name == "read" else "")
         mounted.stop()
         let_go(process)
-        said = lines_of(StallWatch(), process.pid, 0.0, STALL_S)
-        assert list(said) == [STALL_S]
-        assert f"for the file system at '{tmp_path}/served' (fuse on served): " in said[STALL_S][0]
+        said = lines_of(StallWatch(), process.pid, 0.0, STALL_TIMEOUT_S)
+        assert list(said) == [STALL_TIMEOUT_S]
+        assert f"for the file system at '{tmp_path}/served' (fuse on served): " in said[STALL_TIMEOUT_S][0]
         expected = {"getdents": ("open", "stat", "getdents")}.get(name, (name, "stat"))
-        assert any(f": {call} of '{tmp_path}/served" in said[STALL_S][0] for call in expected), said
+        assert any(f": {call} of '{tmp_path}/served" in said[STALL_TIMEOUT_S][0] for call in expected), said
         mounted.resume()
         end(process)
 
@@ -125,9 +125,9 @@ def test_a_slow_sync_is_no_stall(tmp_path: Path) -> None:
             watch, num_looks = StallWatch(), 0
             while any(call.call == "fsync" for call in blocked_calls(process.pid)):
                 num_looks += 1
-                assert watch.look([WatchedProcess(process.pid)], time.monotonic()) == []
-                time.sleep(LOOK_INTERVAL_S)
-            assert num_looks * LOOK_INTERVAL_S > STALL_S
+                assert watch.poll([WatchedProcess(process.pid)], time.monotonic()) == []
+                time.sleep(POLL_INTERVAL_S)
+            assert num_looks * POLL_INTERVAL_S > STALL_TIMEOUT_S
         finally:
             disk.limit_writes(0)
             end(process)
@@ -146,7 +146,7 @@ def test_requests_and_phases(tmp_path: Path) -> None:
     watch, sleeping, ended = StallWatch(), threading.Event(), threading.Event()
 
     def send() -> None:
-        with activity("saving step 40"), waiting_for("s3://bucket/run/file", "write"):
+        with track_activity("saving step 40"), track_request("s3://bucket/run/file", "write"):
             sleeping.set()
             ended.wait()
 
@@ -156,16 +156,16 @@ def test_requests_and_phases(tmp_path: Path) -> None:
     time.sleep(0.05)
     said = []
     for look in range(7):
-        watched = WatchedProcess(os.getpid(), read_activities(this_process.content()))
-        said += watch.look([watched], look * LOOK_INTERVAL_S)
+        watched = WatchedProcess(os.getpid(), read_activities(current_activities.content()))
+        said += watch.poll([watched], look * POLL_INTERVAL_S)
     assert len(said) == 1 and said[0].startswith(
         f"warning: process {os.getpid()} has waited 15 s for s3://bucket: write of 's3://bucket/run/file', "
         "while saving step 40; check the network and the store"
     )
     ended.set()
     thread.join()
-    assert read_activities(this_process.content()) == []
-    assert [line[:25] for line in watch.look([WatchedProcess(os.getpid())], 20.0)] == ["note: s3://bucket answers"]
+    assert read_activities(current_activities.content()) == []
+    assert [line[:25] for line in watch.poll([WatchedProcess(os.getpid())], 20.0)] == ["note: s3://bucket answers"]
 
 
 def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.
     watch, entered, ended = StallWatch(), threading.Event(), threading.Event()
 
     def read() -> None:
-        with waiting_for("/mnt/data/file", "read"):
+        with track_request("/mnt/data/file", "read"):
             entered.set()
             ended.wait()
 
@@ -184,11 +184,11 @@ def test_a_file_system_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.
     said = []
     for look in range(10):
         about = "nfs on server" if look < 8 else ""
-        monkeypatch.setattr(stalls, "mount_of", lambda _, about=about: ("/mnt/data", about))
-        said += watch.look([WatchedProcess(os.getpid(), read_activities(this_process.content()))], look * 2.5)
+        monkeypatch.setattr(stalls, "find_mount", lambda _, about=about: ("/mnt/data", about))
+        said += watch.poll([WatchedProcess(os.getpid(), read_activities(current_activities.content()))], look * 2.5)
     ended.set()
     thread.join()
-    said += watch.look([WatchedProcess(os.getpid())], 30.0)
+    said += watch.poll([WatchedProcess(os.getpid())], 30.0)
     assert len(said) == 2 and "15 s for the file system at '/mnt/data' (nfs on server): " in said[0], said
     assert "; check the disk or server behind it; " in said[0]
     assert said[1] == "note: the file system at '/mnt/data' (nfs on server) answers again, after 30 s"
@@ -204,10 +204,10 @@ def test_progress_of_a_request(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=transfer)
     thread.start()
-    with waiting_for("s3://bucket/run/file", "write", thread.native_id):
+    with track_request("s3://bucket/run/file", "write", thread.native_id):
         for look in range(12):
-            watched = WatchedProcess(os.getpid(), read_activities(this_process.content()))
-            assert watch.look([watched], look * LOOK_INTERVAL_S) == []
+            watched = WatchedProcess(os.getpid(), read_activities(current_activities.content()))
+            assert watch.poll([watched], look * POLL_INTERVAL_S) == []
             time.sleep(0.02)
     ended.set()
     thread.join()
@@ -220,9 +220,9 @@ def test_a_pause_of_the_watcher_counts_for_nothing(tmp_path: Path) -> None:
         disk.freeze()
         let_go(process)
         watch = StallWatch()
-        assert watch.look([WatchedProcess(process.pid)], 0.0) == []
-        assert watch.look([WatchedProcess(process.pid)], 1000.0) == []
-        assert list(lines_of(watch, process.pid, 1002.5, 1020.0)) == [1000.0 + STALL_S]
+        assert watch.poll([WatchedProcess(process.pid)], 0.0) == []
+        assert watch.poll([WatchedProcess(process.pid)], 1000.0) == []
+        assert list(lines_of(watch, process.pid, 1002.5, 1020.0)) == [1000.0 + STALL_TIMEOUT_S]
         disk.thaw()
         end(process)
 
@@ -230,8 +230,8 @@ def test_a_pause_of_the_watcher_counts_for_nothing(tmp_path: Path) -> None:
 def test_more_activities_than_slots() -> None:
     with ExitStack() as held:
         for number in range(30):
-            held.enter_context(activity(f"phase {number} of a name that is longer than its field has room for"))
-        found = read_activities(this_process.content())
+            held.enter_context(track_activity(f"phase {number} of a name that is longer than its field has room for"))
+        found = read_activities(current_activities.content())
         assert len(found) == 10 and found[0].name.startswith("phase 0 ") and found[0].name.endswith("...")
-    assert read_activities(this_process.content()) == []
+    assert read_activities(current_activities.content()) == []
     assert read_activities(bytes(range(256)) * 10) == []

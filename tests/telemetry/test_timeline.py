@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.machine.files import json_text, parse_json
+from meseta.machine.files import format_json, parse_json
 from meseta.spec import MesetaError
 from meseta.telemetry.span import Span
 from meseta.telemetry.timeline import (
-    IN_NO_STAGE,
+    OUTSIDE_STAGES,
     WAITING,
     RankClock,
     Slice,
     StepRange,
     Timeline,
     Track,
-    own_pieces,
-    rank_tracks,
+    make_rank_tracks,
+    split_nested,
 )
-from meseta.telemetry.trace_events import TraceDocument, trace_document
+from meseta.telemetry.trace_events import TraceDocument, to_trace_document
 from meseta.telemetry.transfers import TransferSpan
 
 STAGES = ("data", "lookup", "backward", "table_update", "agree")
@@ -71,22 +71,22 @@ def test_stages_without_what_lies_in_others_add_up_to_the_step(spans: list[Span]
     for k in sorted(range(len(spans)), key=lambda k: (spans[k].begin_s - spans[k].end_s, -k)):
         span = spans[k]
         painted[round(1e9 * span.begin_s) : round(1e9 * span.end_s)] = span.stage
-    tracks = [track for track in rank_tracks(0, spans, []) if track.kind == "stage"]
+    tracks = [track for track in make_rank_tracks(0, spans, []) if track.kind == "stage"]
     drawn = np.full(LENGTH, "", dtype=object)
     for track in tracks:
         for one in track.slices:
             assert not any(drawn[one.begin_ns : one.end_ns]), "a rank is in one stage at a time"
-            drawn[one.begin_ns : one.end_ns] = "step" if track.name == IN_NO_STAGE else track.name
+            drawn[one.begin_ns : one.end_ns] = "step" if track.name == OUTSIDE_STAGES else track.name
     assert drawn.tolist() == painted.tolist()
 
 
 @given(nested(), transfers)
 def test_the_file_keeps_to_its_format_and_is_read_again(spans: list[Span], sent: list[TransferSpan]) -> None:
-    tracks = [*rank_tracks(0, spans, sent), *rank_tracks(1, spans, sent, offset_s=-3e-9, first=10)]
+    tracks = [*make_rank_tracks(0, spans, sent), *make_rank_tracks(1, spans, sent, offset_s=-3e-9, first=10)]
     written = Timeline(1, 11, (RankClock("a", 0.0, 0.0), RankClock("b", -3e-9, 1e-9)), tuple(tracks))
-    text = json_text(trace_document(written))
+    text = format_json(to_trace_document(written))
     check_format(json.loads(text))
-    read = TraceDocument.model_validate(parse_json(text.encode())).timeline()
+    read = TraceDocument.model_validate(parse_json(text.encode())).to_timeline()
     assert (read.first, read.last, read.ranks) == (written.first, written.last, written.ranks)
     begin_ns = min(one.begin_ns for track in tracks for one in track.slices)
     assert read.tracks == tuple(
@@ -141,28 +141,28 @@ def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
         TransferSpan("ids", 4, 1, 300.0, 0.0, 5.0, 6.0, 0.0),
         TransferSpan("ids", None, 1, 300.0, 0.0, 8.0, 9.0, 0.0),
     ]
-    found = {track.name: track.slices for track in rank_tracks(0, [], sent, first=20)}
+    found = {track.name: track.slices for track in make_rank_tracks(0, [], sent, first=20)}
     assert list(found) == ["ids under way", "ids under way (2)", "dense under way"]
     shown = [(one.name, one.begin_ns / 1e9, one.end_ns / 1e9, one.step) for one in found["ids under way"]]
     assert shown == [("ids", 1.0, 5.0, 24), (WAITING, 4.0, 5.0, 24), ("ids", 5.0, 6.0, 25), ("ids", 8.0, 9.0, None)]
-    assert [one.figures["bytes to its host"] for one in found["ids under way (2)"]] == [200.0]
-    assert found["dense under way"][0].figures["bytes to other hosts"] == 7.0
+    assert [one.args["bytes to its host"] for one in found["ids under way (2)"]] == [200.0]
+    assert found["dense under way"][0].args["bytes to other hosts"] == 7.0
 
 
 def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> None:
     spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
-    steps, update, no_stage = rank_tracks(2, spans, [], first=100)
+    steps, update, no_stage = make_rank_tracks(2, spans, [], first=100)
     assert [(one.name, one.step) for one in steps.slices] == [
         ("step 101", 101), ("between steps", None), ("step 102", 102)
     ]  # fmt: skip
     timeline = Timeline(101, 102, (RankClock("a", 0.0, 0.0),) * 3, (steps, update, no_stage))
     assert [one.step for one in timeline.steps(2)] == [101, 102] and timeline.steps(0) == []
-    assert (update.name, no_stage.name, len(no_stage.slices)) == ("update", IN_NO_STAGE, 2)
+    assert (update.name, no_stage.name, len(no_stage.slices)) == ("update", OUTSIDE_STAGES, 2)
 
 
 def test_a_clock_that_rounds_leaves_no_overlap() -> None:
     timed = [Slice("lookup", 10, 21, 1), Slice("backward", 0, 20, 1), Slice("agree", 20, 30, 1)]
-    assert [piece[:3] for piece in own_pieces(timed)] == [("backward", 0, 10), ("lookup", 10, 20), ("agree", 20, 30)]
+    assert [piece[:3] for piece in split_nested(timed)] == [("backward", 0, 10), ("lookup", 10, 20), ("agree", 20, 30)]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_steps_that_cannot_be_profiled(text: str, rule: str) -> None:
 
 def test_steps_to_profile() -> None:
     assert StepRange.parse("101:110") == (101, 110) and StepRange.parse("7") == (7, 7)
-    assert StepRange.after(0, 1000) == (11, 20)
-    assert StepRange.after(500, 1000) == (511, 520)
-    assert StepRange.after(0, 15) == (8, 15)
-    assert StepRange.after(0, 1) == (1, 1)
-    assert StepRange.after(6, 8) == (8, 8)
+    assert StepRange.default_after(0, 1000) == (11, 20)
+    assert StepRange.default_after(500, 1000) == (511, 520)
+    assert StepRange.default_after(0, 15) == (8, 15)
+    assert StepRange.default_after(0, 1) == (1, 1)
+    assert StepRange.default_after(6, 8) == (8, 8)

@@ -6,52 +6,52 @@ from dataclasses import astuple
 
 import pytest
 
-from meseta.telemetry.transfers import NUM_KEPT, TransferSpan, TransferTimes
+from meseta.telemetry.transfers import NUM_RECENT_SPANS, TransferSpan, TransferTimes
 
 
 def span(times: TransferTimes, name: str, inside: float, across: float, seconds: float) -> TransferSpan:
-    return TransferSpan(name, times.step, 3, inside, across, begin_s=10.0, done_s=10.0 + seconds, waited_s=seconds / 2)
+    return TransferSpan(name, times.step, 3, inside, across, begin_s=10.0, done_s=10.0 + seconds, wait_s=seconds / 2)
 
 
 def test_means_are_per_step_since_the_last_call() -> None:
     times = TransferTimes()
     for size in (100.0, 300.0):
-        with times.in_step():
+        with times.track_step():
             times.add(span(times, "ids", size, 2 * size, 0.5))
             times.add(span(times, "ids", size, 0.0, 0.5))
             times.add(span(times, "answers", 0.0, 8.0, 0.25))
-    assert {name: astuple(one) for name, one in times.take().items()} == {
+    assert {name: astuple(one) for name, one in times.pop_means().items()} == {
         "ids": (2.0, 400.0, 400.0, 1.0, 0.5),
         "answers": (1.0, 0.0, 8.0, 0.25, 0.125),
     }
-    assert times.take() == {}
-    with times.in_step():
+    assert times.pop_means() == {}
+    with times.track_step():
         times.add(span(times, "ids", 50.0, 0.0, 2.0))
-    assert times.take()["ids"].inside_bytes == 50.0
-    assert times.over_life()["ids"].inside_bytes == pytest.approx((200 + 600 + 50) / 3)
-    assert times.over_life()["answers"].num_times == pytest.approx(2 / 3)
+    assert times.pop_means()["ids"].inside_bytes == 50.0
+    assert times.lifetime_means()["ids"].inside_bytes == pytest.approx((200 + 600 + 50) / 3)
+    assert times.lifetime_means()["answers"].num_times == pytest.approx(2 / 3)
 
 
 def test_what_is_sent_between_steps_counts_for_no_step() -> None:
     times = TransferTimes()
     times.add(span(times, "ids", 1.0, 1.0, 1.0))
-    with pytest.raises(ValueError, match="refused"), times.in_step():
+    with pytest.raises(ValueError, match="refused"), times.track_step():
         raise ValueError("refused")
-    with times.in_step():
+    with times.track_step():
         pass
-    assert times.take() == {} and times.over_life() == {}
-    assert [one.step for one in times.latest] == [None]
+    assert times.pop_means() == {} and times.lifetime_means() == {}
+    assert [one.step for one in times.recent_spans] == [None]
 
 
 def test_other_names_than_those_of_transfers_are_kept_as_spans_alone() -> None:
     times = TransferTimes()
-    with times.in_step():
+    with times.track_step():
         times.add(span(times, "of a model of one's own", 1.0, 1.0, 1.0))
-    assert times.take() == {} and [one.step for one in times.latest] == [0]
+    assert times.pop_means() == {} and [one.step for one in times.recent_spans] == [0]
 
 
 def test_old_spans_are_let_go() -> None:
     times = TransferTimes()
-    for _ in range(NUM_KEPT + 10):
+    for _ in range(NUM_RECENT_SPANS + 10):
         times.add(span(times, "ids", 1.0, 0.0, 0.0))
-    assert len(times.latest) == NUM_KEPT
+    assert len(times.recent_spans) == NUM_RECENT_SPANS

@@ -293,6 +293,21 @@ def test_modules_move_with_their_imports() -> None:
     assert any("no module meseta.b" in reason for reason in reasons(compare(MODULES, forgotten, table)))
 
 
+def test_folders_move_with_their_imports() -> None:
+    before = {
+        "src/meseta/train/outside/__init__.py": "",
+        "src/meseta/train/outside/files.py": "x = 1\n",
+        "src/meseta/a.py": "from meseta.train.outside.files import x\nfrom meseta.train import outside\noutside\n",
+        "tests/train/outside/files.py": "",
+    }
+    after = {path.replace("meseta/train/outside/", "meseta/train/interop/"): text for path, text in before.items()}
+    after["src/meseta/a.py"] = before["src/meseta/a.py"].replace("outside", "interop")
+    table = RenameTable([Rename("module", "train/outside/__init__.py", "outside", "interop")])
+    result = compare(before, after, table)
+    assert (reasons(result), result.findings.num_moved) == ([], 2)
+    assert reasons(compare(before, after)) != []
+
+
 @pytest.mark.parametrize(
     ("path", "old", "new"),
     [
@@ -465,8 +480,23 @@ def test_the_command(tmp_path: Path) -> None:
         return run.returncode, (run.stdout + run.stderr).splitlines()
 
     nothing = "0 names and 0 local names changed; to look at: nothing"
-    assert run("a", "b") == (0, [f"compared 1 files, of which 1 changed: 0 differences; {nothing}"])
+    assert run("a", "b") == (0, [f"compared 1 files, of which 1 changed and 0 moved: 0 differences; {nothing}"])
     code, lines = run("a", "c")
     assert (code, lines[0]) == (1, "m.py:1 -> 1: constant changed: 1 | 2")
     assert run("a", "d", "--renames", "t.csv")[0] == 0
     assert run("a", "no such commit")[0] == 2
+
+
+def test_a_name_that_becomes_its_alias_needs_none() -> None:
+    table = RenameTable([Rename("function", "b.py", "f", "g")])
+    before = {"src/meseta/a.py": "from meseta.b import f as g\ng()\n", "src/meseta/b.py": "def f(): pass\n"}
+    after = {"src/meseta/a.py": "from meseta.b import g\ng()\n", "src/meseta/b.py": "def g(): pass\n"}
+    assert reasons(compare(before, after, table)) == []
+    assert reasons(compare(before, after)) != []
+
+
+def test_the_order_of_slots_may_change() -> None:
+    before = {"m.py": "class A:\n    __slots__ = ('_place', '_record')\n"}
+    after = {"m.py": "class A:\n    __slots__ = ('_record', '_sequence')\n"}
+    assert reasons(compare(before, after, RenameTable([Rename("attribute", "m.py", "A._place", "_sequence")]))) == []
+    assert reasons(compare(before, after)) != []

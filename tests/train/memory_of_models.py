@@ -18,11 +18,11 @@ import torch
 from meseta.comm import BatchSlice, World
 from meseta.config import ModelConfig
 from meseta.embedding import EmbeddingBagCollection
-from meseta.embedding.flight import Flight
+from meseta.embedding.batch_context import BatchContext
 from meseta.models import make_model
 from meseta.ops.allocator import keep_freed_memory
 from meseta.spec import FeatureSpec, TableSpec
-from meseta.train.setup.outline import step_bytes
+from meseta.train.setup.meta_model import step_peak_bytes
 
 NUM_DENSE, NUM_SPARSE, NUM_STEPS = 13, 26, 3
 
@@ -37,11 +37,13 @@ def made(config: ModelConfig, device: str) -> Any:
 
 def train(model: Any, batch_size: int) -> int:
     """A few steps of the dense part; returns the bytes of its parameters."""
-    flight: Flight[Any] = Flight(batch_slice=BatchSlice(world=World.single(), step=0, sizes=(batch_size,)))
+    flight: BatchContext[Any] = BatchContext(
+        batch_slice=BatchSlice(world=World.single(), step=0, batch_size_per_rank=(batch_size,))
+    )
     parameters = list(model.parameters())
     for _ in range(NUM_STEPS):
         pooled = torch.rand(batch_size, model.pooled_width, requires_grad=True)
-        with model.embeddings.in_hand(flight):
+        with model.embeddings.active_batch(flight):
             logits = model.score(torch.rand(batch_size, NUM_DENSE), pooled)
         torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits))
         del logits, pooled
@@ -58,7 +60,7 @@ def measure(name: str, batch_size: int) -> list[int]:
     """(predicted, peak): activations, parameters and their gradients."""
     config = ModelConfig(name=name)
     train(made(config, "cpu"), 64)  # what comes into memory once
-    predicted = step_bytes(made(config, "meta"), batch_size, NUM_DENSE, on_heap=True)
+    predicted = step_peak_bytes(made(config, "meta"), batch_size, NUM_DENSE, on_heap=True)
     ctypes.CDLL(None).malloc_trim(0)
     before = held("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

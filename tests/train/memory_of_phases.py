@@ -20,7 +20,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.planner.cost.memory import PHASES, Phase
 from meseta.train import trainer as training
-from meseta.train.setup.outline import make_outline
+from meseta.train.setup.meta_model import make_meta_model
 from meseta.train.setup.specs import make_specs
 from meseta.train.trainer import Trainer
 
@@ -71,7 +71,7 @@ def measure(config: RunConfig, world: World) -> dict[Phase, int]:
     trainer = Trainer(config, world)
     training.plan_model = plan_model
     trainer.model.embeddings.shards  # noqa: B018  (one rank makes its rows at their first use)
-    background = trainer.saver._background
+    background = trainer.checkpoint_manager._background_saver
 
     def unless_saving(phase: Phase) -> Phase:
         if trainer.step == config.train.max_steps - 1:
@@ -96,10 +96,10 @@ def predicted(config: RunConfig, world: World) -> dict[Phase, int]:
     collection = EmbeddingBagCollection(*specs)
     from meseta.train.setup.planning import RunPlanner
 
-    outline = make_outline(config, dataset, collection)
+    outline = make_meta_model(config, dataset, collection)
     planner = RunPlanner(config, dataset, collection, outline, world)
     plan = planner.plan()
-    needs = planner.memory(plan).needs(plan)
+    needs = planner.memory(plan).demand_by_phase(plan)
     return {phase: needs[phase][world.rank].total for phase in PHASES}
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     peaks = measure(config, world)
     world.barrier()
     print(json.dumps({phase: [needs[phase], peaks.get(phase, 0)] for phase in PHASES}))
-    World.leave()
+    World.destroy_process_group()
 
 
 if __name__ == "__main__":

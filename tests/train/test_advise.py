@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.config import load_config
-from meseta.config.row_bits import WIDTHS, RowBits
+from meseta.config.row_bits import ROW_BIT_WIDTHS, RowBits
 from meseta.ops.quantize import reference
 from meseta.spec import MesetaError
 from meseta.train.advise.choice import MeasuredWidth, choose_widths
-from meseta.train.advise.measure import advise_run, check_advice
+from meseta.train.advise.measure import check_advice, open_advisor
 from meseta.train.evaluate import evaluate
-from meseta.train.trained import open_trained
+from meseta.train.trained_model import open_trained
 from small_run import settings, tiny_data, tiny_with_valid, train
 
 losses_of = st.lists(st.floats(-1e-5, 3e-4), min_size=4, max_size=4)
@@ -33,7 +33,7 @@ def measured(losses: list[list[float]]) -> dict[str, list[MeasuredWidth]]:
             MeasuredWidth(bits=None, num_bytes=3200 * (number + 1), ne_loss=0.0),
             *(
                 MeasuredWidth(bits=bits, num_bytes=100 * bits * (number + 1), ne_loss=loss)
-                for bits, loss in zip(WIDTHS, of, strict=True)
+                for bits, loss in zip(ROW_BIT_WIDTHS, of, strict=True)
             ),
         ]
         for number, of in enumerate(losses)
@@ -79,7 +79,7 @@ def test_many_tables() -> None:
     widths = measured((random.random((150, 1)) * 6e-6 * np.array([0.01, 0.1, 0.4, 1])).tolist())
     chosen, together = choose_widths(widths, 1e-4, added(widths))
     assert 0.9e-4 < together <= 1e-4
-    sizes = {bits: sum(w.num_bytes for of in widths.values() for w in of if w.bits == bits) for bits in WIDTHS}
+    sizes = {bits: sum(w.num_bytes for of in widths.values() for w in of if w.bits == bits) for bits in ROW_BIT_WIDTHS}
     assert sizes[2] < sum(width.num_bytes for width in chosen.values()) < sizes[4]
 
 
@@ -100,7 +100,7 @@ def test_the_loss_of_a_table(run: Path, restores: int) -> None:
         error = reference.dequantize_rows(codes, "int2", item.weight.shape[1]) - item.weight
         item.weight.add_(error, alpha=math.sqrt(restores))
         expected = evaluate(trained.model, trained.reader, trained.world).tasks["label"].ne / exact - 1
-    with advise_run(run, restores) as advisor:
+    with open_advisor(run, restores) as advisor:
         assert advisor.split == "valid"
         assert advisor.ne_loss({"item": 2}) == pytest.approx(expected, rel=1e-5)
         assert advisor.ne_loss({}) == 0.0  # the rows are back
@@ -108,7 +108,7 @@ def test_the_loss_of_a_table(run: Path, restores: int) -> None:
 
 def test_the_file_can_be_given_to_the_config(run: Path, tmp_path: Path) -> None:
     shown = []
-    with advise_run(run, 3) as advisor:
+    with open_advisor(run, 3) as advisor:
         advice = advisor.advise(1e9, lambda *width: shown.append(width))
         narrow = advisor.advise(1e-12, lambda *width: None)
         assert (advice.num_bytes, advice.exact_bytes) == (
@@ -116,10 +116,10 @@ def test_the_file_can_be_given_to_the_config(run: Path, tmp_path: Path) -> None:
             sum(rows * (8 + 4 * 4 + 4) for rows in (300, 40, 7, 60)),
         )
         together = advisor.ne_loss(dict.fromkeys(["user", "item", "city", "tags"], 2))
-        assert advice.ne_loss == advice.file.ne_loss == together
+        assert advice.ne_loss == advice.bits_file.ne_loss == together
     assert len(shown) == 16
     assert narrow.ne_loss <= 1e-12
-    advice.file.write(tmp_path / "bits.yaml")
+    advice.bits_file.write(tmp_path / "bits.yaml")
     config = load_config(run / "config.yaml", [f"checkpoint.tables={tmp_path / 'bits.yaml'}"])
     assert {name: table.bits for name, table in config.checkpoint.tables.items()} == dict.fromkeys(
         ["user", "item", "city", "tags"], 2

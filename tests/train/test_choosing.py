@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import Stopped
+from meseta.machine.interruption import TrainingInterrupt
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
 from meseta.train import trainer
 from meseta.train.evaluate import evaluate
 from meseta.train.run_dir import RunDir
 from meseta.train.state import dense_tensors
-from meseta.train.trained import Trained, load_trained
+from meseta.train.trained_model import TrainedModel, load_trained
 from meseta.train.trainer import Trainer
 from sampling import sample
 from small_run import final_checksum, metrics, settings, tiny_with_valid, train, without_times
@@ -73,9 +73,9 @@ def evaluations(run_dir: Path) -> list[tuple[int, str]]:
     return [(line["step"], line["split"]) for line in metrics(run_dir) if line["kind"] == "eval"]
 
 
-def figures(trained: Trained) -> dict[str, Any]:
+def figures(trained: TrainedModel) -> dict[str, Any]:
     """What the test split says of a loaded model."""
-    return evaluate(trained.model, trained.reader, trained.world, shift=trained.shift).to_dict()
+    return evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).to_dict()
 
 
 def test_valid_decides_and_test_is_read_once(data: Path, tmp_path: Path) -> None:
@@ -236,18 +236,18 @@ def test_stopped_by_a_signal_and_gone_on(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = settings(data, tmp_path / "run", **FALLING)
-    step = Pipeline._train
+    step = Pipeline._train_step
 
     def signalled(self: Pipeline, *arguments: Any) -> Any:
         if self.model.embeddings.step in (10, 16):  # the evaluation that belongs to the step is made before it ends
-            own.saver.interruption.number = signal.SIGTERM
+            own.checkpoint_manager.signal_listener.signal_number = signal.SIGTERM
         return step(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_train", signalled)
+        patch.setattr(Pipeline, "_train_step", signalled)
         for at in (11, 17):
             own = Trainer(RunConfig.model_validate(document), World.current())
-            with pytest.raises(Stopped):
+            with pytest.raises(TrainingInterrupt):
                 own.run()
             assert own.step == at
             assert load_trained(tmp_path / "run", "test", World.single()).step == at  # it has not ended: the newest

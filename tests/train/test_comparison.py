@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.report.comparison import EvaluationPart, compare_runs, speed_ratio
 from meseta.report.comparison_page import write_comparison
-from meseta.report.differences import Fact, FactDifference, grouped
+from meseta.report.differences import Fact, FactDifference, group_differences
 from meseta.spec import MesetaError
-from meseta.telemetry.shown import signed
+from meseta.telemetry.formatting import format_difference
 
 HOSTILE = "<script>x</script>"
 
@@ -83,7 +83,7 @@ def test_runs_that_were_not_all_tested_compare_on_valid(tmp_path: Path) -> None:
     others = [add_valid(make_run(tmp_path / f"{auc}"), auc, with_test=False) for auc in (0.72, 0.73)]
     comparison = compare_runs([tested, *others])
     [auc] = [metric for metric in comparison.metrics if metric.key == "auc"]
-    assert comparison.split == "valid" and comparison.best(auc) == 0.74
+    assert comparison.split == "valid" and comparison.best_value(auc) == 0.74
     assert [comparison.value(auc, run) for run in comparison.runs] == [0.74, 0.72, 0.73]
     assert [note for note in comparison.notes if "test" in note.split(",")[0]] == [
         "tested on test, at step 40: log loss 0.5000, NE 0.9000, AUC 0.7500."
@@ -94,7 +94,7 @@ def test_runs_that_were_not_all_tested_compare_on_valid(tmp_path: Path) -> None:
     assert both.split == "test" and {both.value(auc, run) for run in both.runs} == {0.75}
     unlike = add_valid(make_run(tmp_path / "unlike"), 0.9, with_test=False, num_rows=501)
     comparison = compare_runs([tested, unlike])
-    assert not comparison.is_comparable(comparison.runs[1]) and comparison.best(auc) is None
+    assert not comparison.is_comparable(comparison.runs[1]) and comparison.best_value(auc) is None
 
 
 def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
     assert list(named) == ["logloss", "ne", "auc", "calibration"]  # the figures that these lines have
     found = {key: comparison.difference(metric, comparison.runs[1]) for key, metric in named.items()}
     assert found == pytest.approx({"logloss": 0.0, "ne": 0.0001, "auc": 0.0125, "calibration": -0.15})
-    best = {key: comparison.best(metric) for key, metric in named.items()}
+    best = {key: comparison.best_value(metric) for key, metric in named.items()}
     assert best == {"logloss": None, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # nearer to 1 than 1.1
     assert speed_ratio(comparison.runs[1], comparison.runs[0]) == 1.5
-    assert comparison.runs[0].ms_per_1000_samples == pytest.approx({"lookup": 200.0, "backward": 300.0})
+    assert comparison.runs[0].stages_ms_per_1000_samples == pytest.approx({"lookup": 200.0, "backward": 300.0})
     assert comparison.notes == () and comparison.config == comparison.data == comparison.plan == ()
 
 
@@ -124,7 +124,7 @@ def test_labels_and_segments_are_compared_too(tmp_path: Path) -> None:
     comparison = compare_runs(runs)
     segments = ["city 3, click", "city 3, buy", "city others", "city 4, click", "city 4, buy"]
     click = EvaluationPart("label", "click")
-    assert [part.text for part in comparison.parts] == ["label click", "label buy", *segments]
+    assert [part.text for part in comparison.part_names] == ["label click", "label buy", *segments]
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     assert comparison.difference(auc, comparison.runs[1], click) == pytest.approx(0.1)
     absent = EvaluationPart("segment", "city 4, click")
@@ -140,7 +140,7 @@ def test_a_segment_of_a_feature_that_is_called_label_is_no_label(tmp_path: Path)
     comparison = compare_runs([make_run(tmp_path / "run", test={"tasks": tasks, "segments": segments})])
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     [run] = comparison.runs
-    values = {part: comparison.value(auc, run, part) for part in comparison.parts}
+    values = {part: comparison.value(auc, run, part) for part in comparison.part_names}
     assert values == {
         EvaluationPart("label", "1, click"): 0.75,
         EvaluationPart("label", "buy"): 0.6,
@@ -167,7 +167,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
         ("train.batch_size", ("100", "200")),
         ("train.epochs", ("–", "3")),
     ]
-    assert [(row.name, row.values) for row in grouped(comparison.plan)] == [
+    assert [(row.name, row.values) for row in group_differences(comparison.plan)] == [
         ("ranks", ("1", "2")),
         ("table cat_1, cat_2, cat_4", ("table_wise on 0", "row_wise on 0, 1")),
     ]
@@ -175,7 +175,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
 
 def test_many_tables_cut_alike_are_one_line() -> None:
     rows = [FactDifference(fact=Fact(kind="table", subject=f"t{i}"), values=("a", "b")) for i in range(26)]
-    assert [row.name for row in grouped(rows)] == ["table t0, t1, t2, t3 and 22 more"]
+    assert [row.name for row in group_differences(rows)] == ["table t0, t1, t2, t3 and 22 more"]
 
 
 def test_a_feature_that_is_called_features_hides_no_number_of_features(tmp_path: Path) -> None:
@@ -183,7 +183,9 @@ def test_a_feature_that_is_called_features_hides_no_number_of_features(tmp_path:
     for run, size in zip(runs, (50, 60), strict=True):
         edit(run / "dataset.json", lambda d, size=size: d["sparse"][0].update(name="features", num_embeddings=size))
     edit(runs[1] / "dataset.json", lambda d: d["sparse"].pop())
-    rows = [(row.name, row.values) for row in grouped(compare_runs(runs).data) if row.name.startswith("sparse")]
+    rows = [
+        (row.name, row.values) for row in group_differences(compare_runs(runs).data) if row.name.startswith("sparse")
+    ]
     assert rows == [
         ("sparse features", ("6", "5")),
         ("sparse features", ("50 rows, hash", "60 rows, hash")),
@@ -203,7 +205,7 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
     )
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
     edit(runs[1] / "summary.json", lambda d: d["test"].update(auc=0.8))
-    assert compare_runs(runs).best(auc) == 0.8  # not the 0.99 of other rows
+    assert compare_runs(runs).best_value(auc) == 0.8  # not the 0.99 of other rows
 
 
 def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
@@ -285,4 +287,4 @@ def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
 
 
 def test_signed() -> None:
-    assert [signed(v) for v in (0.0, 0.00123, -0.25, 4e-9)] == ["=", "+0.0012", "-0.2500", "+4e-09"]
+    assert [format_difference(v) for v in (0.0, 0.00123, -0.25, 4e-9)] == ["=", "+0.0012", "-0.2500", "+4e-09"]

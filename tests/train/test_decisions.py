@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
+from meseta.config import RunConfig, ScheduleConfig, TrainConfig, validate_document
 from meseta.spec import MesetaError
-from meseta.telemetry.lines import EvalLine
-from meseta.telemetry.splits import choosing_split, note_flattered
-from meseta.train.decisions import (
-    Decisions,
-    Plateau,
-    chosen_by_evaluations,
+from meseta.telemetry.metrics_file import EvalLine
+from meseta.telemetry.splits import test_selection_warning, validation_split
+from meseta.train.evaluation_tracker import (
+    EvaluationTracker,
+    PlateauTracker,
+    decisions_from_evaluations,
     is_evaluation_due,
 )
 
 
 def config(**train: Any) -> RunConfig:
     schedule = train.pop("schedule", {})
-    return check_document({"run_dir": "r", "data": {"dir": "d"}, "train": train, "schedule": schedule})
+    return validate_document({"run_dir": "r", "data": {"dir": "d"}, "train": train, "schedule": schedule})
 
 
 def line(step: int, ne: float, split: str = "test") -> EvalLine:
@@ -29,16 +29,16 @@ def line(step: int, ne: float, split: str = "test") -> EvalLine:
 
 
 def test_valid_decides_where_there_is_one() -> None:
-    assert [choosing_split(names) for names in (["train", "test"], ["train", "valid", "test"])] == ["test", "valid"]
-    decisions = Decisions(config(), ["train", "valid", "test"])
-    decisions.update(line(3, 0.1), on_the_way=True)
-    assert decisions.best.step is None
-    decisions.update(line(3, 0.9, "valid"), on_the_way=True)
-    assert (decisions.best.step, decisions.best.value) == (3, 0.9)
+    assert [validation_split(names) for names in (["train", "test"], ["train", "valid", "test"])] == ["test", "valid"]
+    decisions = EvaluationTracker(config(), ["train", "valid", "test"])
+    decisions.update(line(3, 0.1), scheduled=True)
+    assert decisions.early_stopping.best_step is None
+    decisions.update(line(3, 0.9, "valid"), scheduled=True)
+    assert (decisions.early_stopping.best_step, decisions.early_stopping.best_value) == (3, 0.9)
     assert decisions.get_state()["best"]["split"] == "valid"
-    of_test = Decisions(config(), ["train", "test"])
+    of_test = EvaluationTracker(config(), ["train", "test"])
     of_test.set_state({**decisions.get_state(), "step": 3})
-    assert of_test.best.step is None  # what valid said is not about test
+    assert of_test.early_stopping.best_step is None  # what valid said is not about test
 
 
 @pytest.mark.parametrize(
@@ -84,53 +84,65 @@ def test_evaluations_by_steps_or_none() -> None:
 )
 def test_a_plateau_lets_the_rate_fall(changes: dict[str, Any], gains: str, falls: list[int]) -> None:
     schedule = ScheduleConfig(**{"kind": "plateau", **changes})
-    plateau, found = Plateau(schedule), []
+    plateau, found = PlateauTracker(schedule), []
     for k, gained in enumerate(gains, start=1):
-        plateau.update(10 * k, gained=gained == "1")
-        found.append(plateau.num_falls)
-        again = Plateau(schedule)  # as a run that is cut off here and goes on
+        plateau.update(10 * k, improved=gained == "1")
+        found.append(plateau.num_reductions)
+        again = PlateauTracker(schedule)  # as a run that is cut off here and goes on
         again.set_state(plateau.get_state())
         plateau = again
     assert found == falls
 
 
 def test_an_evaluation_counts_once_and_one_off_the_way_can_only_be_the_best() -> None:
-    decisions = Decisions(
+    decisions = EvaluationTracker(
         config(eval_every_steps=2, early_stopping={"patience": 2}, schedule={"kind": "plateau", "plateau_patience": 1}),
         ["train", "test"],
     )
     for step, ne in ((2, 0.9), (4, 0.95), (4, 0.95)):
-        decisions.update(line(step, ne), on_the_way=True)
-    assert (decisions.best.num_stale, decisions.num_falls) == (1, (1, 1))
-    decisions.update(line(5, 0.97), on_the_way=False)
-    assert (decisions.best.num_stale, decisions.num_falls, decisions.best.step) == (1, (1, 1), 2)
-    decisions.update(line(7, 0.8), on_the_way=False)
-    assert (decisions.best.num_stale, decisions.num_falls, decisions.best.step) == (0, (1, 1), 7)
-    again = Decisions(config(eval_every_steps=2, schedule={"kind": "plateau", "plateau_patience": 1}), ["test"])
+        decisions.update(line(step, ne), scheduled=True)
+    assert (decisions.early_stopping.num_without_improvement, decisions.num_reductions) == (1, (1, 1))
+    decisions.update(line(5, 0.97), scheduled=False)
+    assert (
+        decisions.early_stopping.num_without_improvement,
+        decisions.num_reductions,
+        decisions.early_stopping.best_step,
+    ) == (1, (1, 1), 2)
+    decisions.update(line(7, 0.8), scheduled=False)
+    assert (
+        decisions.early_stopping.num_without_improvement,
+        decisions.num_reductions,
+        decisions.early_stopping.best_step,
+    ) == (0, (1, 1), 7)
+    again = EvaluationTracker(config(eval_every_steps=2, schedule={"kind": "plateau", "plateau_patience": 1}), ["test"])
     again.set_state({**decisions.get_state(), "step": 7})
     assert again.get_state() == decisions.get_state()
-    again.update(line(7, 0.1), on_the_way=True)
+    again.update(line(7, 0.1), scheduled=True)
     assert again.get_state() == decisions.get_state()
 
 
 def test_a_checkpoint_of_before_knows_its_evaluations() -> None:
     """Older versions kept the best alone; what was evaluated up to the checkpoint is in there."""
-    decisions = Decisions(config(), ["test"])
+    decisions = EvaluationTracker(config(), ["test"])
     decisions.set_state({"step": 9, "best": {"metric": "ne", "step": 4, "value": 0.8, "num_stale": 1}})
-    decisions.update(line(9, 0.1), on_the_way=True)
-    assert (decisions.best.step, decisions.best.num_stale, decisions.num_falls) == (4, 1, (0, 0))
+    decisions.update(line(9, 0.1), scheduled=True)
+    assert (
+        decisions.early_stopping.best_step,
+        decisions.early_stopping.num_without_improvement,
+        decisions.num_reductions,
+    ) == (4, 1, (0, 0))
     decisions.set_state({"step": 9})
-    assert decisions.best.step == 4
+    assert decisions.early_stopping.best_step == 4
 
 
 def test_what_was_chosen_on_test_is_told() -> None:
     plain = config(eval_every_steps=5)
-    assert chosen_by_evaluations(plain) == [] and note_flattered("test", []) == ""
+    assert decisions_from_evaluations(plain) == [] and test_selection_warning("test", []) == ""
     everything = config(eval_every_steps=5, finish="best", early_stopping={"patience": 1}, schedule={"kind": "plateau"})
-    chosen = chosen_by_evaluations(everything)
+    chosen = decisions_from_evaluations(everything)
     assert chosen == ["early stopping", "the best weights", "the rates"]
-    assert note_flattered("valid", chosen) == ""
-    assert "the test split decided early stopping and the best weights" in note_flattered("test", chosen[:2])
+    assert test_selection_warning("valid", chosen) == ""
+    assert "the test split decided early stopping and the best weights" in test_selection_warning("test", chosen[:2])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +158,7 @@ def test_what_was_chosen_on_test_is_told() -> None:
 )
 def test_configs_that_do_not_fit(document: dict[str, Any], words: str) -> None:
     with pytest.raises(MesetaError) as caught:
-        check_document({"run_dir": "r", "data": {"dir": "d"}, **document})
+        validate_document({"run_dir": "r", "data": {"dir": "d"}, **document})
     assert words in str(caught.value)
 
 
@@ -154,10 +166,10 @@ def test_a_schedule_for_all_and_one_for_a_part() -> None:
     """That of a part replaces all keys, and the config keeps what was written."""
     common, own = {"kind": "cosine", "warmup_steps": 9}, {"kind": "constant"}
     for part, other in (("embedding", "dense"), ("dense", "embedding")):
-        got = check_document({"run_dir": "r", "data": {"dir": "d"}, "schedule": common, part: {"schedule": own}})
+        got = validate_document({"run_dir": "r", "data": {"dir": "d"}, "schedule": common, part: {"schedule": own}})
         schedules = {"embedding": got.embedding_schedule, "dense": got.dense_schedule}
         assert schedules[other] == ScheduleConfig(kind="cosine", warmup_steps=9)
         assert schedules[part] == ScheduleConfig()
         written = got.model_dump(mode="json")
         assert written[other]["schedule"] is None and written["schedule"]["kind"] == "cosine"
-        assert check_document(written) == got
+        assert validate_document(written) == got

@@ -14,9 +14,9 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.config.models import MODEL_NAMES
 from meseta.spec import MesetaError
-from meseta.train.outside import dense_export
-from meseta.train.outside.dense_export import DenseFormat, export_dense
-from meseta.train.trained import Trained, load_trained
+from meseta.train.interop import dense_export
+from meseta.train.interop.dense_export import DenseFormat, export_dense
+from meseta.train.trained_model import TrainedModel, load_trained
 from small_run import settings, train
 from source_tree import ROOT
 
@@ -24,10 +24,10 @@ FIRST = ("autoint",)
 """Tracing takes seconds; the other models are traced by `make soak`."""
 
 
-def trained_run(tiny: Path, run_dir: Path, **changes: object) -> tuple[Path, Trained]:
+def trained_run(tiny: Path, run_dir: Path, **changes: object) -> tuple[Path, TrainedModel]:
     """(its checkpoint, its model)."""
     train(settings(tiny, run_dir, train__max_steps=3, **changes))
-    path = checkpoint.latest(run_dir / "checkpoints")
+    path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert path is not None
     return path, load_trained(run_dir, "test", World.single())
 
@@ -73,7 +73,7 @@ def test_every_model_gives_the_same_logits(tiny: Path, tmp_path: Path, model: st
             pooled = trained.model.embeddings(batch.sparse).pooled.values.detach()[:size]
             assert pooled.shape[1] == sum(entry["width"] for entry in inputs["pooled"])
             with torch.no_grad():
-                expected = trained.model.score(batch.dense[:size], pooled) + trained.shift
+                expected = trained.model.score(batch.dense[:size], pooled) + trained.logit_shift
             found = run_exported(tmp_path / form, form, batch.dense[:size], pooled)
             np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
 

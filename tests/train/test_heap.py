@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meseta.config.models import MODEL_NAMES
-from meseta.train.setup.heap import NUM_ROUNDS, Heap, heap_peak
+from meseta.train.setup.heap import NUM_SIMULATED_STEPS, HeapModel, heap_peak
 from small_run import environment
 
 MB = 1 << 20
@@ -24,12 +24,12 @@ FIRST = ("autoint",)
 
 def peak_of(entries: list[tuple[int, int]]) -> float:
     """In MB, of one step: (number of a block, MB taken, or given back)."""
-    heap = Heap()
+    heap = HeapModel()
     for block, size in entries:
         if size > 0:
-            heap.take(block, int(size * MB))
+            heap.allocate(block, int(size * MB))
         else:
-            heap.give_back(block)
+            heap.free(block)
     return heap.peak / MB
 
 
@@ -59,7 +59,7 @@ def test_large_blocks_are_the_systems_where_the_heap_has_no_room() -> None:
 
 def test_steps_are_done_again_and_what_one_keeps_is_given_back() -> None:
     once = [(0, 5 * MB), (1, 3 * MB), (1, -3 * MB)]
-    assert 8 * MB <= heap_peak(once) <= NUM_ROUNDS * 8.01 * MB
+    assert 8 * MB <= heap_peak(once) <= NUM_SIMULATED_STEPS * 8.01 * MB
 
 
 @settings(max_examples=50, deadline=None)

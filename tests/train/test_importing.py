@@ -18,9 +18,9 @@ from torch.nn import functional
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.spec import MesetaError
-from meseta.train.outside.foreign import Layout, read_tensors
-from meseta.train.outside.importing import import_model
-from meseta.train.trained import load_trained
+from meseta.train.interop.importing import import_model
+from meseta.train.interop.state_dicts import Layout, read_state_dict
+from meseta.train.trained_model import load_trained
 from small_run import SHAPES, final_checksum, settings, train
 
 D, BOTTOM, TOP = 4, (8, 4), (8, 1)
@@ -208,7 +208,7 @@ def test_no_pickle_is_ever_loaded(tmp_path: Path) -> None:
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(tmp_path / "made")))
     for name in ("model.pt", "plain.pt"):
         with pytest.raises(MesetaError, match="no pickle is ever loaded"):
-            read_tensors(tmp_path / name)
+            read_state_dict(tmp_path / name)
     assert not (tmp_path / "made").exists()
 
 
@@ -225,5 +225,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ("list.pt", "no named tensors"), ("empty", "has no file"), ("dcp", "dcp_to_torch"),
     ):  # fmt: skip
         with pytest.raises(MesetaError, match=what):
-            read_tensors(tmp_path / name)
-    assert set(read_tensors(tmp_path / "whole.pt")) == {"weight", "bias"}
+            read_state_dict(tmp_path / name)
+    assert set(read_state_dict(tmp_path / "whole.pt")) == {"weight", "bias"}

@@ -18,12 +18,12 @@ from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.embedding.flight import Flight
-from meseta.machine.system import System
+from meseta.embedding.batch_context import BatchContext
+from meseta.machine.kernel import KernelFiles
 from meseta.spec import MesetaError
 from meseta.train.setup import memory
 from meseta.train.setup.build import make_sharded_model
-from meseta.train.setup.outline import make_dense_part, make_outline, step_bytes
+from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model, step_peak_bytes
 from meseta.train.setup.specs import make_specs
 from meseta.train.trainer import Trainer
 from small_run import need_and_held, predicted_memory, settings
@@ -39,11 +39,11 @@ def test_rows_and_states_are_predicted_to_the_byte(tmp_path: Path, tiny: Path, o
     assert (tables, states) == (rows, held) and tables > 0
 
 
-def predicted(data: Path, document: dict[str, Any]) -> memory.MemoryNeed:
+def predicted(data: Path, document: dict[str, Any]) -> memory.MemoryDemand:
     config, dataset = RunConfig.model_validate(document), Dataset.load(data)
     specs, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(specs, features)
-    outline = make_outline(config, dataset, collection)
+    outline = make_meta_model(config, dataset, collection)
     return predicted_memory(config, dataset, outline, collection.plan, 0)
 
 
@@ -66,23 +66,25 @@ def test_a_step_takes_what_was_predicted_of_its_shapes(tmp_path: Path, tiny: Pat
     document = settings(tiny, tmp_path / "run", model__name=case.split(maxsplit=1)[0], **MODELS[case])
     batch_size, config, dataset = 512, RunConfig.model_validate(document), Dataset.load(tiny)
     collection = EmbeddingBagCollection(*make_specs(config, dataset))
-    model = make_dense_part(config, dataset, collection)
+    model = make_unsharded_model(config, dataset, collection)
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    flight: Flight[Any] = Flight(batch_slice=BatchSlice(world=World.single(), step=0, sizes=(batch_size,)))
+    flight: BatchContext[Any] = BatchContext(
+        batch_slice=BatchSlice(world=World.single(), step=0, batch_size_per_rank=(batch_size,))
+    )
     dense = torch.rand(batch_size, len(dataset.dense))
     pooled = torch.rand(batch_size, sum(table.embedding_dim for table in collection.tables), requires_grad=True)
-    with collection.in_hand(flight), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with collection.active_batch(flight), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model.score(dense, pooled)  # its graph holds what was kept
     for own in model.parameters():
         kept.pop(own.untyped_storage().data_ptr(), None)
-    outline = make_outline(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
+    outline = make_meta_model(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
     assert all(own.is_meta for own in outline.parameters())
-    whole = step_bytes(outline, batch_size, len(dataset.dense))
+    whole = step_peak_bytes(outline, batch_size, len(dataset.dense))
     assert sum(kept.values()) <= whole <= 5 * sum(kept.values()) + 8 * pooled.nbytes + 8 * logits.nbytes
     assert whole >= 2 * pooled.nbytes  # the bags, and their gradient
 
@@ -150,11 +152,11 @@ def test_a_table_beyond_all_memory_is_refused_with_numbers(tmp_path: Path, tiny:
 
 def test_ranks_of_a_host_share_its_memory(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate(settings(tiny, tmp_path / "run"))
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
     with pytest.raises(MesetaError, match=r"and 1\.00 kB are free"):
         make_sharded_model(config, Dataset.load(tiny), World.current())
     make_sharded_model(config.model_copy(update={"check_memory": False}), Dataset.load(tiny), World.current())
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: None)
     make_sharded_model(config, Dataset.load(tiny), World.current())
 
 
@@ -163,10 +165,10 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n")
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    assert memory.free_bytes(torch.device("cpu"), System(tmp_path)) == 6 * GIB
+    assert memory.available_bytes(torch.device("cpu"), KernelFiles(tmp_path)) == 6 * GIB
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text(str(4 * GIB))
     (group / "memory.current").write_text(str(3 * GIB))
     (group / "memory.stat").write_text(f"inactive_file {GIB}\n")
-    assert memory.free_bytes(torch.device("cpu"), System(tmp_path)) == 2 * GIB
+    assert memory.available_bytes(torch.device("cpu"), KernelFiles(tmp_path)) == 2 * GIB

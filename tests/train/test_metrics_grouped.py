@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score, roc_auc_score
 
 from meseta.spec import MesetaError
-from meseta.train.metrics import GroupedFigure, MetricWindow, compute_metrics, grouped_auc, grouped_ndcg
+from meseta.train.metrics import GroupedMetric, MetricWindow, compute_metrics, grouped_auc, grouped_ndcg
 
 # (score, label, group, weight)
 SAMPLES = st.lists(
@@ -26,7 +26,7 @@ def columns(samples: list[tuple]) -> list[np.ndarray]:
     return [np.array(column) for column in zip(*samples, strict=True)]
 
 
-def auc_one_by_one(scores: np.ndarray, labels: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> GroupedFigure:
+def auc_one_by_one(scores: np.ndarray, labels: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> GroupedMetric:
     aucs, impressions, left_out = [], [], 0
     for key in np.unique(groups[weights > 0]):
         own = (groups == key) & (weights > 0)
@@ -36,12 +36,12 @@ def auc_one_by_one(scores: np.ndarray, labels: np.ndarray, groups: np.ndarray, w
         else:
             left_out += 1
     value = float(np.average(aucs, weights=impressions)) if aucs else math.nan
-    return GroupedFigure(value=value, num_groups=len(aucs), num_left_out=left_out)
+    return GroupedMetric(value=value, num_groups=len(aucs), num_skipped_groups=left_out)
 
 
 def ndcg_one_by_one(
     scores: np.ndarray, gains: np.ndarray, groups: np.ndarray, weights: np.ndarray, k: int | None
-) -> GroupedFigure:
+) -> GroupedMetric:
     figures, shares, left_out = [], [], 0
     for key in np.unique(groups[weights > 0]):
         own = (groups == key) & (weights > 0)
@@ -52,11 +52,11 @@ def ndcg_one_by_one(
         figures.append(ndcg_score([gains[own]], [scores[own]], k=k) if own.sum() > 1 else 1.0)
         shares.append(weights[own].mean())
     value = float(np.average(figures, weights=shares)) if figures else math.nan
-    return GroupedFigure(value=value, num_groups=len(figures), num_left_out=left_out)
+    return GroupedMetric(value=value, num_groups=len(figures), num_skipped_groups=left_out)
 
 
-def check(ours: GroupedFigure, expected: GroupedFigure) -> None:
-    assert (ours.num_groups, ours.num_left_out) == (expected.num_groups, expected.num_left_out)
+def check(ours: GroupedMetric, expected: GroupedMetric) -> None:
+    assert (ours.num_groups, ours.num_skipped_groups) == (expected.num_groups, expected.num_skipped_groups)
     assert ours.value == pytest.approx(expected.value, abs=1e-12, nan_ok=True)
 
 
@@ -94,7 +94,7 @@ def test_ndcg_of_rankings_of_one_length() -> None:
     row_weights = rng.exponential(size=50)
     ours = grouped_ndcg(scores.ravel(), gains.ravel(), np.repeat(np.arange(50), 4), np.repeat(row_weights, 4))
     some = gains.any(axis=1)
-    assert 0 < ours.num_left_out == (~some).sum()
+    assert 0 < ours.num_skipped_groups == (~some).sum()
     expected = ndcg_score(gains[some], scores[some], sample_weight=row_weights[some])
     assert ours.value == pytest.approx(expected, abs=1e-13)
 
@@ -102,7 +102,7 @@ def test_ndcg_of_rankings_of_one_length() -> None:
 def test_literal_values() -> None:
     # Group 1 in order (4 impressions), group 2 against (2 impressions), group 3 has no negative.
     figure = grouped_auc([4, 3, 2, 1, 1, 2, 0], [1, 1, 0, 0, 1, 0, 1], [1, 1, 1, 1, 2, 2, 3])
-    assert figure == GroupedFigure(value=4 / 6, num_groups=2, num_left_out=1)
+    assert figure == GroupedMetric(value=4 / 6, num_groups=2, num_skipped_groups=1)
     # Scores of different groups never meet.
     assert grouped_auc([9, 8, 2, 1], [1, 0, 1, 0], [1, 1, 2, 2]).value == 1.0
     # The example of scikit-learn's documentation, and its ties at rank 1: (10 / 10 + 5 / 10) / 2.
@@ -121,11 +121,11 @@ def test_the_textbook_example() -> None:
 
 
 def test_nothing_and_one_class_only() -> None:
-    nothing = GroupedFigure(value=math.nan, num_groups=0, num_left_out=0)
+    nothing = GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=0)
     for figure in (grouped_auc([], [], []), grouped_ndcg([], [], []), grouped_auc([1.0], [1], [3], [0.0])):
         check(figure, nothing)
-    check(grouped_auc([1.0, 2.0], [0, 0], [1, 2]), GroupedFigure(value=math.nan, num_groups=0, num_left_out=2))
-    check(grouped_ndcg([1.0, 2.0], [0, 0], [1, 2]), GroupedFigure(value=math.nan, num_groups=0, num_left_out=2))
+    check(grouped_auc([1.0, 2.0], [0, 0], [1, 2]), GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=2))
+    check(grouped_ndcg([1.0, 2.0], [0, 0], [1, 2]), GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=2))
     assert grouped_auc([1.0], [1], [3]).to_dict() == {"value": None, "num_groups": 0, "num_left_out": 1}
 
 

@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from meseta.spec import MesetaError
-from meseta.train.metrics import LifetimeWindow, MetricWindow, TaskWindows, segments_of
+from meseta.train.metrics import LifetimeWindow, MetricWindow, TaskWindows, segment_metrics
 
 TASKS = ("click", "buy", "like")
 
@@ -50,7 +50,7 @@ def test_every_task_has_its_own_figures() -> None:
 
 def test_the_largest_segments_come_first_and_the_rest_together() -> None:
     windows, (logits, labels, weights, keys) = filled()
-    found = segments_of(windows, keys, 3)
+    found = segment_metrics(windows, keys, 3)
     values, counts = np.unique(keys, return_counts=True)
     largest = sorted(zip((-counts).tolist(), values.tolist(), strict=True))[:3]
     assert [(-segment.metrics["buy"].num_samples, segment.value) for segment in found[:3]] == largest
@@ -68,7 +68,7 @@ def test_one_label_needs_no_second_dimension_and_lists_no_tasks() -> None:
     logits, labels, weights, keys = samples()
     windows = TaskWindows(("label",), MetricWindow)
     windows.add(logits[:, 0], labels[:, 0], weights)
-    [segment] = segments_of(windows, np.full(len(keys), 7), 10)
+    [segment] = segment_metrics(windows, np.full(len(keys), 7), 10)
     assert segment.value == 7 and "tasks" not in segment.to_dict()
     assert segment.metrics["label"] == windows["label"].compute()
 
@@ -78,7 +78,7 @@ def test_states_go_through_a_checkpoint_and_are_merged() -> None:
     again = TaskWindows(TASKS, MetricWindow)
     again.set_state(windows.get_state())
     assert again["like"].compute() == windows["like"].compute()
-    twice = windows.merged([windows.get_state()] * 2)
+    twice = windows.merge([windows.get_state()] * 2)
     assert twice["buy"].compute().num_samples == 2 * windows["buy"].compute().num_samples
     with pytest.raises(MesetaError, match="no window of task 'click'"):
         again.set_state({"buy": windows.get_state()["buy"]})

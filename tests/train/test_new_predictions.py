@@ -21,8 +21,8 @@ from meseta.comm import World
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
-from meseta.train.predictions import write_new_predictions, write_predictions
-from meseta.train.trained import load_for_rows, load_trained
+from meseta.train.predictions import write_predictions, write_raw_predictions
+from meseta.train.trained_model import load_for_raw_rows, load_trained
 from small_run import settings, train, write_config
 
 NUM_NEW = 150
@@ -47,8 +47,8 @@ def trained(folder: Path, kind: str, *, vocabulary: bool = False, **changes: Any
 
 
 def predicted(run: Path, source: Path, out: Path, *keys: str) -> pa.Table:
-    found = load_for_rows(run, [str(source)], World.single(), keys=keys)
-    assert write_new_predictions(found.model, found.reader, found.world, out, found.shift).num_rows == NUM_NEW
+    found = load_for_raw_rows(run, [str(source)], World.single(), keys=keys)
+    assert write_raw_predictions(found.model, found.reader, found.world, out, found.logit_shift).num_rows == NUM_NEW
     return pq.read_table(out)
 
 
@@ -133,8 +133,8 @@ def test_a_prediction_does_not_depend_on_its_batch(case: Path, tmp_path: Path) -
         found = predicted(run, case / "test.csv", tmp_path / f"{size}.parquet")
         assert np.array_equal(found["prediction"].to_numpy(), expected), size
     write_csv(tmp_path / "some.csv", part(new_rows(case), 41, 60))
-    found = load_for_rows(case / "run", [str(tmp_path / "some.csv")], World.single())
-    write_new_predictions(found.model, found.reader, found.world, tmp_path / "some.parquet")
+    found = load_for_raw_rows(case / "run", [str(tmp_path / "some.csv")], World.single())
+    write_raw_predictions(found.model, found.reader, found.world, tmp_path / "some.parquet")
     assert np.array_equal(pq.read_table(tmp_path / "some.parquet")["prediction"].to_numpy(), expected[41:60])
 
 

@@ -14,9 +14,9 @@ from meseta.config import RunConfig
 from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.embedding.flight import Flight
-from meseta.models.base import before_of
-from meseta.train.setup.outline import before_flops, make_dense_part, make_outline, step_flops
+from meseta.embedding.batch_context import BatchContext
+from meseta.models.base import find_dense_forward
+from meseta.train.setup.meta_model import dense_only_flops, make_meta_model, make_unsharded_model, step_flops
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
 from small_run import settings
@@ -55,20 +55,20 @@ def made(tiny: Path, run: Path, case: str, dtype: str = "float64") -> tuple[RunC
     document = settings(tiny, run, model__name=case.partition(" ")[0], embedding__dtype=dtype, **CASES[case])
     config, dataset = RunConfig.model_validate(document), Dataset.load(tiny)
     collections = [EmbeddingBagCollection(*make_specs(config, dataset)) for _ in range(2)]
-    model = make_dense_part(config, dataset, collections[1]).to(dtype=collections[1].dtype)
-    return config, dataset, make_outline(config, dataset, collections[0]), model
+    model = make_unsharded_model(config, dataset, collections[1]).to(dtype=collections[1].dtype)
+    return config, dataset, make_meta_model(config, dataset, collections[0]), model
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_operations_are_those_of_a_step_in_float64(tmp_path: Path, tiny: Path, case: str) -> None:
     _, dataset, outline, model = made(tiny, tmp_path, case)
-    batch = BatchSlice(world=World.single(), step=0, sizes=(BATCH_SIZE,))
+    batch = BatchSlice(world=World.single(), step=0, batch_size_per_rank=(BATCH_SIZE,))
     dense = torch.rand(BATCH_SIZE, len(dataset.dense))
     width = sum(table.embedding_dim for table in model.embeddings.tables)
     pooled = torch.rand(BATCH_SIZE, width, dtype=torch.float64, requires_grad=True)
     with (
         FlopCounterMode(display=False, custom_mapping=OF_OPERATORS) as counter,
-        model.embeddings.in_hand(Flight(batch_slice=batch)),
+        model.embeddings.active_batch(BatchContext(batch_slice=batch)),
     ):
         model.score(dense, pooled).sum().backward()
     counted, found = counter.get_total_flops(), step_flops(outline, BATCH_SIZE, len(dataset.dense))
@@ -76,12 +76,12 @@ def test_operations_are_those_of_a_step_in_float64(tmp_path: Path, tiny: Path, c
         assert found > 0
     else:
         assert counted > 0 and abs(found - counted) <= 0.02 * counted
-    before = before_of(model)
+    before = find_dense_forward(model)
     if before is not None and case in MODEL_NAMES:
         with FlopCounterMode(display=False, custom_mapping=OF_OPERATORS) as counter:
-            x = before(dense).x
+            x = before(dense).value
             sum(part.sum() for part in (x if isinstance(x, tuple) else [x]) if part.requires_grad).backward()
-        assert before_flops(outline, BATCH_SIZE, len(dataset.dense)) == counter.get_total_flops() <= counted
+        assert dense_only_flops(outline, BATCH_SIZE, len(dataset.dense)) == counter.get_total_flops() <= counted
 
 
 def test_attention_and_compressed_products_cost_something(tmp_path: Path, tiny: Path) -> None:
@@ -96,7 +96,7 @@ def test_attention_and_compressed_products_cost_something(tmp_path: Path, tiny: 
         document = settings(tiny, tmp_path, model={"name": name, "embedding_dim": 8, "deep_mlp": [4]})
         config = RunConfig.model_validate(document)
         specs = make_specs(config, dataset)
-        outline = make_outline(config, dataset, EmbeddingBagCollection(*specs))
+        outline = make_meta_model(config, dataset, EmbeddingBagCollection(*specs))
         linear = sum(6 * w.numel() for w in outline.parameters() if w.dim() == 2)
         found = make_workload(config, dataset, *specs, outline).dense.flops_per_sample
         assert found > 3 * forward and found > 2 * linear

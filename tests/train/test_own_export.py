@@ -19,12 +19,12 @@ from torch import Tensor
 from bad_input.commands import run_here
 from distributed.pool import RankPool
 from meseta import checkpoint
-from meseta.checkpoint.exported import Exported
-from meseta.checkpoint.exporting import FORMATS
+from meseta.checkpoint.export_reader import ExportReader
+from meseta.checkpoint.exporting import EXPORT_FORMATS
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.config import RunConfig
 from meseta.spec import MesetaError, TableSpec
-from meseta.train.outside.importing import import_export, import_model
+from meseta.train.interop.importing import import_export, import_model
 from sampling import product, sample
 from small_run import settings, train, write_config
 
@@ -54,7 +54,7 @@ def config_of(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def newest(run_dir: Path) -> Path:
-    path = checkpoint.latest(run_dir / "checkpoints")
+    path = checkpoint.latest_complete(run_dir / "checkpoints")
     assert isinstance(path, Path)
     return path
 
@@ -85,7 +85,9 @@ def two_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("case", sample(product(optimizers=list(OPTIMIZERS), form=FORMATS, ranks=[1, 2]), k=1, seed=7))
+@pytest.mark.parametrize(
+    "case", sample(product(optimizers=list(OPTIMIZERS), form=EXPORT_FORMATS, ranks=[1, 2]), k=1, seed=7)
+)
 def test_the_step_after_an_import_is_that_of_the_run(
     tiny: Path, tmp_path: Path, two_ranks: RankPool, case: dict[str, Any]
 ) -> None:
@@ -137,7 +139,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """A run, beside its exports `safetensors`, `numpy`, and `bare` without states."""
     folder = tmp_path_factory.mktemp("own")
     train(config_of(tiny, folder / "run", **THREE_STEPS))
-    for form in FORMATS:
+    for form in EXPORT_FORMATS:
         checkpoint.export(newest(folder / "run"), folder / form, form, states=True)
     checkpoint.export(newest(folder / "run"), folder / "bare", "safetensors")
     checkpoint.export(newest(folder / "run"), folder / "some", "numpy", tables=["user", "item"], states=True)
@@ -323,12 +325,12 @@ def test_links_and_other_arrays(run: Path, config: Callable[..., RunConfig], tmp
             import_export(copy, config(), states=True)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", EXPORT_FORMATS)
 def test_spoiled_files_are_refused_or_have_the_right_shapes(run: Path, tmp_path: Path, form: str) -> None:
     """Cut, lengthened and changed at random places, every file of an export: a MesetaError in one line, or values of
     the right shapes."""
     draw = random.Random(form)
-    expected = Exported.open(run.parent / form).tables
+    expected = ExportReader.open(run.parent / form).tables
     specs = {
         name: TableSpec(name=name, **{key: entry[key] for key in ("num_embeddings", "embedding_dim", "dtype")})
         for name, entry in expected.items()
@@ -340,7 +342,7 @@ def test_spoiled_files_are_refused_or_have_the_right_shapes(run: Path, tmp_path:
         file = files[number % len(files)]
         file.write_bytes(spoiled(draw, file.read_bytes()))
         try:
-            found = Exported.open(copy)
+            found = ExportReader.open(copy)
             found.read_dense()
             for layout in layouts:
                 with found.open_table(layout) as read:

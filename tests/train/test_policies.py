@@ -15,7 +15,7 @@ from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.train.evaluate import evaluate
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import criteo_shaped_data, metrics, settings, tiny_data, train
 
 
@@ -60,14 +60,14 @@ def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path
     assert summary["test"]["num_samples"] == 2000
     assert summary["test"]["calibration"] == pytest.approx(1.0, abs=0.12)
     trained = load_trained(tmp_path / "run", "test", World.single())
-    figures = evaluate(trained.model, trained.reader, trained.world, shift=trained.shift).to_dict()
+    figures = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).to_dict()
     assert figures["calibration"] == summary["test"]["calibration"]
     trained = load_trained(tmp_path / "run", "test", World.single())
     assert evaluate(trained.model, trained.reader, trained.world).to_dict()["calibration"] > 2
     predictions = []
-    for name, shift in (("plain", 0.0), ("shifted", trained.shift)):
-        trained = load_trained(tmp_path / "run", "test", World.single(), every_row=True)
-        write_predictions(trained.model, trained.reader, trained.world, tmp_path / name, shift=shift)
+    for name, shift in (("plain", 0.0), ("shifted", trained.logit_shift)):
+        trained = load_trained(tmp_path / "run", "test", World.single(), ignore_filter=True)
+        write_predictions(trained.model, trained.reader, trained.world, tmp_path / name, logit_shift=shift)
         predictions.append(pq.read_table(tmp_path / name)["prediction"].to_numpy().astype(np.float64))
     p, q = predictions
     np.testing.assert_allclose(q, p / (p + (1 - p) / keep), rtol=1e-5)  # He et al. 2014, section 6.3
@@ -90,7 +90,7 @@ def test_a_filter_holds_for_training_and_evaluation_but_not_for_predictions(tiny
     assert 0 < summary["test"]["num_samples"] < everything["test"]["num_samples"]
     trained = load_trained(tmp_path / "run", "test", World.single())
     assert trained.reader.num_rows == summary["test"]["num_samples"]
-    trained = load_trained(tmp_path / "run", "test", World.single(), every_row=True)
+    trained = load_trained(tmp_path / "run", "test", World.single(), ignore_filter=True)
     assert trained.reader.num_rows == everything["test"]["num_samples"]
 
 

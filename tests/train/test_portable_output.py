@@ -19,10 +19,10 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
-from meseta.train.outside.dense_export import export_dense, load_dense_part
-from meseta.train.outside.output_columns import OutputColumns
+from meseta.train.interop.dense_export import export_dense, load_dense_part
+from meseta.train.interop.output_columns import OutputColumns
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import settings, train
 from train.test_dense_export import run_exported, traces, trained_run
 from train.test_predictions import with_keys
@@ -34,7 +34,7 @@ def test_exported_programs_name_no_file_of_this_machine(tiny: Path, tmp_path: Pa
     batch = next(iter(trained.reader.epoch()))
     pooled = trained.model.embeddings(batch.sparse).pooled.values.detach()
     with torch.no_grad():
-        expected = trained.model.score(batch.dense, pooled) + trained.shift
+        expected = trained.model.score(batch.dense, pooled) + trained.logit_shift
     assert [traces(file) for file in export_dense(path, tmp_path / "onnx", "onnx")] == [set(), set()]
     found = run_exported(tmp_path / "onnx", "onnx", batch.dense, pooled)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
@@ -116,13 +116,13 @@ def test_bad_choices_are_one_line(run_dir: Path, tmp_path: Path, columns: str, m
 def test_only_the_error_of_a_missing_key_names_a_similar_column_of_the_predictions() -> None:
     columns = OutputColumns.parse(["score=predicton", "user"])
     missing = UnknownColumnError("keys: 'log'", "predicton", ["price", "user"])
-    assert str(columns.explained(missing)) == f"{missing}; the column of predictions is 'prediction'"
+    assert str(columns.explain_missing(missing)) == f"{missing}; the column of predictions is 'prediction'"
     for other in (
         UnknownColumnError("keys: 'log'", "user", ["price", "predicton"]),
         UnknownColumnError("keys: 'log'", "label", ["price", "user"]),
         MesetaError("source 'b': column 'predicton' is string, and int64 in 'a'; write both files with one type"),
     ):
-        assert columns.explained(other) is other
+        assert columns.explain_missing(other) is other
 
 
 def test_choices_that_lose_something(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_the_advice_for_a_frozen_table_freezes_it(tiny: Path, tmp_path: Path) ->
     """In a resumed run `frozen` is refused, and the lr=0 that the message names leaves every bit of the rows."""
     run_dir, before, after = tmp_path / "run", tmp_path / "before", tmp_path / "after"
     train(settings(tiny, run_dir, train__max_steps=3))
-    checkpoint.export(checkpoint.latest(run_dir / "checkpoints"), before, "numpy")
+    checkpoint.export(checkpoint.latest_complete(run_dir / "checkpoints"), before, "numpy")
     longer = {"train__max_steps": 6, "embedding__tables": {"city": {"optimizer": {"name": "frozen"}}}}
     with pytest.raises(MesetaError, match=r"table 'city' .* with lr=0, which freezes its rows, or start without"):
         train(settings(tiny, run_dir, **longer))
     train(settings(tiny, run_dir, **{**longer, "embedding__tables": {"city": {"optimizer": {"lr": 0.0}}}}))
-    checkpoint.export(checkpoint.latest(run_dir / "checkpoints"), after, "numpy")
+    checkpoint.export(checkpoint.latest_complete(run_dir / "checkpoints"), after, "numpy")
     rows = {
         name: [np.load(folder / f"tables/{name}/row.npy") for folder in (before, after)] for name in ("city", "user")
     }

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.report.predicted import compare_misses, compare_predicted, compare_transfers
+from meseta.report.prediction import compare_cache_misses, compare_components, compare_transfers
 from meseta.report.record import read_run
-from meseta.spec.stages import COMPONENTS, stages_of
+from meseta.spec.stages import STEP_COMPONENTS, component_stages
 from meseta.telemetry.summary import read_summary
 from small_run import settings, train
 
@@ -26,10 +26,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
     document = json.loads((finished / "summary.json").read_text())
     [stages] = document["stages_s_by_rank"]
-    inside = [name for component in COMPONENTS for name in stages_of(component)]
+    inside = [name for component in STEP_COMPONENTS for name in component_stages(component)]
     assert set(stages) <= {*inside, "data", "copy"} and len(inside) == len(set(inside))
-    assert set(document["predicted"]["seconds"]) == set(COMPONENTS)
-    found = {own.component: own for own in compare_predicted(read_run(finished).summary)}
+    assert set(document["predicted"]["seconds"]) == set(STEP_COMPONENTS)
+    found = {own.component: own for own in compare_components(read_run(finished).summary)}
     assert found["update"].measured_s == stages["table_update"] and found["update"].predicted_s > 0
     dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "update"))
     assert found["dense"].measured_s == pytest.approx(dense)
@@ -71,7 +71,7 @@ def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
     train(settings(tiny, tmp_path / "run", plan={"tables": tables}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = [line["row_traffic"]["user"]["num_misses"] for line in lines if line["kind"] == "train"][-1]
-    found = compare_misses(read_run(tmp_path / "run"))
+    found = compare_cache_misses(read_run(tmp_path / "run"))
     assert set(found) == {"user"} and found["user"][1] == counted
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path / "run")])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("user ")]

@@ -17,7 +17,7 @@ from meseta.data.read.options import ReaderOptions
 from meseta.data.read.reader import Reader
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import settings, train
 
 FILE_ROWS = (100, 1, 178)

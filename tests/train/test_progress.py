@@ -2,13 +2,13 @@
 
 import pytest
 
-from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.progress import TrainProgress
 
 
 def test_an_evaluation_of_no_samples_says_that_it_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
     line = EvalLine(step=1, num_samples=0, auc=None, logloss=None)
-    progress = TrainProgress(1, first_step=0, shown=True)
+    progress = TrainProgress(1, first_step=0, visible=True)
     progress.log(line)
     progress.log(EvalLine(step=1, num_samples=1200, logloss=0.5, auc=0.75))
     assert capsys.readouterr().err.splitlines() == [

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meseta.checkpoint import compare, latest, summarize
-from meseta.checkpoint.files.chain import blocks_of, read_chain
+from meseta.checkpoint import compare, latest_complete, summarize
+from meseta.checkpoint.files.chain import group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.machine.interruption import Stopped
+from meseta.machine.interruption import TrainingInterrupt
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, settings, train, without_times
 
@@ -38,7 +38,7 @@ def values_of(path: Path, table: str) -> dict[str, np.ndarray]:
     """All of one, exact types."""
     entry = read_manifest(path)["tables"][table]
     schema = BlockSchema.from_dict(entry)
-    parts = [read_chain(path, schema, files, keep=True) for files in blocks_of(entry)]
+    parts = [read_chain(path, schema, files, copy=True) for files in group_files_by_block(entry)]
     return {column.name: np.concatenate([part[column.name] for part in parts]) for column in schema.columns}
 
 
@@ -105,16 +105,16 @@ def test_a_signal(tiny: Path, tmp_path: Path, on_signal: str, expected: set[str]
     changes = {"checkpoint__bits": 4, "checkpoint__on_signal": on_signal, "checkpoint__deltas": "rolling"}
     document = settings(tiny, tmp_path / "run", **STEPS | changes)
     trainer = Trainer(RunConfig.model_validate(document), World.current())
-    save = trainer.saver.save
+    save = trainer.checkpoint_manager.save
 
     def save_and_stop(step: int, *arguments: Any, **known: Any) -> None:
         save(step, *arguments, **known)
-        trainer.saver.interruption.number = signal.SIGTERM
+        trainer.checkpoint_manager.signal_listener.signal_number = signal.SIGTERM
 
-    trainer.saver.save = save_and_stop  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
+    trainer.checkpoint_manager.save = save_and_stop  # type: ignore[method-assign]
+    with pytest.raises(TrainingInterrupt):
         trainer.run()
-    path = latest(tmp_path / "run" / "checkpoints")
+    path = latest_complete(tmp_path / "run" / "checkpoints")
     assert path is not None
     assert path != checkpoint_of(tmp_path / "run", 4)
     assert forms(tmp_path / "run", summarize(path).step) == expected

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from meseta.report import write_report
 from meseta.report.charts.axis import make_axis
-from meseta.report.charts.plan_picture import pieces_by_rank, squarify
+from meseta.report.charts.plan_treemap import shards_by_rank, squarify
 from meseta.report.record import read_run
 from meseta.spec import MesetaError, Plan, TableSpec
-from meseta.spec.plan_document import read_written_plan
-from meseta.telemetry.shown import byte_size, duration, share, short
+from meseta.spec.plan_document import read_explicit_plan
+from meseta.telemetry.formatting import format_bytes, format_duration, format_percent, format_si
 from meseta.train.metrics import compute_metrics
 
 SECTIONS = ["Curves", "Evaluation", "Plan", "Step time", "Data", "Config", "Environment"]
@@ -330,8 +330,8 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
     assert "1 of its lines cannot be read (line 5)" in page.text
     assert "at step 20" in page.texts and "median so far" in page.texts and "0.5 s" in page.texts
     record = read_run(tmp_path)
-    assert [line.step for line in record.train] == [10, 20]
-    assert record.train[1].loss == pytest.approx(0.59)
+    assert [line.step for line in record.train_lines] == [10, 20]
+    assert record.train_lines[1].loss == pytest.approx(0.59)
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_areas_are_in_proportion_to_bytes(tmp_path: Path, num_ranks: int) -> Non
     make_run(tmp_path, num_ranks)
     record = read_run(tmp_path)
     assert record.plan is not None
-    held = pieces_by_rank(record.plan, 4)
+    held = shards_by_rank(record.plan, 4)
     city = [[p for p in pieces if p.table == "city"] for pieces in held.values()]
     assert all(len(pieces) == 1 and pieces[0].num_bytes == 40 * 32 * 4 for pieces in city)
     total = sum(p.num_bytes for pieces in held.values() for p in pieces)
@@ -402,8 +402,8 @@ def test_areas_are_in_proportion_to_bytes(tmp_path: Path, num_ranks: int) -> Non
 
 def test_plan_pieces_by_hand() -> None:
     shard = {"rows": [0, 10], "columns": [0, 4], "ranks": [0, 1]}
-    plan, _ = read_written_plan({"num_ranks": 2, "tables": {"t": {"sharding": "data_parallel", "shards": [shard]}}})
-    (piece,) = pieces_by_rank(plan, 2)[1]
+    plan, _ = read_explicit_plan({"num_ranks": 2, "tables": {"t": {"sharding": "data_parallel", "shards": [shard]}}})
+    (piece,) = shards_by_rank(plan, 2)[1]
     assert (piece.num_bytes, piece.size, piece.part) == (80, "10 × 4", "whole")
 
 
@@ -425,7 +425,7 @@ def test_squarify_tiles_its_box(weights: list[float], width: float, height: floa
 @given(st.lists(st.floats(-1e29, 1e29), min_size=1, max_size=5))
 def test_axes_hold_their_values_and_have_round_ticks(values: list[float]) -> None:
     axis = make_axis(values, 0.0, 100.0)
-    assert all(-1e-6 <= axis.place(v) <= 100 + 1e-6 for v in values)
+    assert all(-1e-6 <= axis.to_pixel(v) <= 100 + 1e-6 for v in values)
     assert 2 <= len(axis.ticks) <= 8
     assert len(set(axis.labels)) == len(axis.ticks)
 
@@ -433,10 +433,14 @@ def test_axes_hold_their_values_and_have_round_ticks(values: list[float]) -> Non
 def test_figures() -> None:
     assert make_axis([0.781, 0.842], 0, 1).labels == ("0.78", "0.80", "0.82", "0.84", "0.86")
     assert make_axis([0, 2_048_000], 0, 1, widen=False).labels == ("0", "1M", "2M")
-    assert (short(41_300), short(999_950), short(0.0123), short(None)) == ("41.3k", "1M", "0.0123", "–")
-    assert (byte_size(512), byte_size(1.2e9), byte_size(9.997e8)) == ("512 B", "1.20 GB", "1,000 MB")
-    assert (duration(3.21), duration(151.2), duration(18_720)) == ("3.21 s", "2 min 31 s", "5 h 12 min")
-    assert (share(0.256), share(0.0312), share(0.0)) == ("26%", "3.1%", "0%")
+    assert (format_si(41_300), format_si(999_950), format_si(0.0123), format_si(None)) == ("41.3k", "1M", "0.0123", "–")
+    assert (format_bytes(512), format_bytes(1.2e9), format_bytes(9.997e8)) == ("512 B", "1.20 GB", "1,000 MB")
+    assert (format_duration(3.21), format_duration(151.2), format_duration(18_720)) == (
+        "3.21 s",
+        "2 min 31 s",
+        "5 h 12 min",
+    )
+    assert (format_percent(0.256), format_percent(0.0312), format_percent(0.0)) == ("26%", "3.1%", "0%")
 
 
 def test_command_prints_the_path(tmp_path: Path) -> None:

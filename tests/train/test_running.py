@@ -20,8 +20,8 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics
-from meseta.train.running import RunningFigures
-from meseta.train.trained import load_trained
+from meseta.train.running_metrics import RunningMetrics
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from small_run import metrics, settings, train
 
@@ -47,20 +47,20 @@ def test_a_checkpoint_holds_the_same_bytes_in_any_order_of_samples() -> None:
     labels = torch.from_numpy(draw.integers(0, 2, (200, 2)).astype(np.float32))
     weights = torch.from_numpy((draw.integers(0, 3, 200) / 2).astype(np.float32))
     order = torch.from_numpy(draw.permutation(200))
-    runs = [RunningFigures(("click", "buy"), [1.0, 0.5], World.current()) for _ in range(3)]
+    runs = [RunningMetrics(("click", "buy"), [1.0, 0.5], World.current()) for _ in range(3)]
     for run, places in zip(runs, (torch.arange(200), order), strict=False):
         for part in places.split(70):
             none = KeyedJaggedTensor.from_lists({"item": [[] for _ in part]})
             batch = Batch(dense=torch.empty(len(part), 0), sparse=none, label=labels[part], weight=weights[part])
             run.add(logits[part], batch)
-    kept = [run.tensors() for run in runs[:2]]
+    kept = [run.get_tensors() for run in runs[:2]]
     columns = ("logits", "labels", "weights")
     assert {name for name in kept[0] if name.startswith("window")} == {
         f"window.{task}.{column}" for task in ("click", "buy") for column in columns
     }
     assert kept[0].keys() == kept[1].keys() and all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
     runs[2].set_tensors(kept[0])
-    lines = [run.take() for run in runs]
+    lines = [run.pop_metrics() for run in runs]
     assert lines[0] == lines[1] == lines[2]
     figures = [compute_metrics(logits[:, task], labels[:, task], weights) for task in range(2)]
     assert lines[0]["loss"] == pytest.approx(figures[0].logloss + 0.5 * figures[1].logloss, abs=1e-12)

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from checkpoint.simulated import assert_holds, blank, many_files, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import Mirror, WriteRate, latest, load, verify
-from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint import Mirror, WriteRateLimiter, latest_complete, load, verify
+from meseta.checkpoint.background import BackgroundSaver
 from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.store import directory
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
-from meseta.machine.interruption import Interruption
+from meseta.machine.interruption import SignalListener
 from meseta.spec import MesetaError
 from meseta.train import saving as train_saving
-from meseta.train.saving import Saver
+from meseta.train.saving import CheckpointManager
 from small_run import final_checksum, settings, train
 
 
@@ -42,7 +42,7 @@ def test_every_so_many_minutes(tiny: Path, tmp_path: Path) -> None:
 
 def test_steps_minutes_signals_and_the_best(tmp_path: Path) -> None:
     config = CheckpointConfig(every_steps=4, keep_best=True)
-    saver = Saver(config, tmp_path, World.single())
+    saver = CheckpointManager(config, tmp_path, World.single())
     assert [step for step in range(1, 10) if saver.is_due(step, is_best=step == 7)] == [4, 7, 8]
     assert saver.flags() == (0, 0, 0)
     for votes, due, stopping in (
@@ -50,14 +50,14 @@ def test_steps_minutes_signals_and_the_best(tmp_path: Path) -> None:
         ((1.0, 0.0, 0.0), True, True),
         ((0.0, 0.0, 0.0), False, False),
     ):
-        saver.apply_agreed(votes)
-        assert (saver.is_due(3, is_best=False), saver.stopping) == (due, stopping)
+        saver.apply_flag_sums(votes)
+        assert (saver.is_due(3, is_best=False), saver.is_stopping) == (due, stopping)
 
 
 def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
     config = CheckpointConfig(every_minutes=1e-9)
     worlds = [World(rank=rank, size=2, device=World.single().device) for rank in (0, 1)]
-    assert [Saver(config, tmp_path, world).flags() for world in worlds] == [(0, 1, 0), (0, 0, 0)]
+    assert [CheckpointManager(config, tmp_path, world).flags() for world in worlds] == [(0, 1, 0), (0, 0, 0)]
 
 
 def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints of these steps find no room."""
     really = DirectoryStore.commit
 
-    def commit(self: DirectoryStore, growing: Path, manifest: dict, rate: WriteRate | None) -> Path:
+    def commit(self: DirectoryStore, growing: Path, manifest: dict, rate: WriteRateLimiter | None) -> Path:
         if int(growing.name.rpartition("-")[2]) in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
         return really(self, growing, manifest, rate)
@@ -135,23 +135,29 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch:
     shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
     really = directory.write_manifest
 
-    def slow(root: Path, manifest: dict, rate: WriteRate | None) -> None:
+    def slow(root: Path, manifest: dict, rate: WriteRateLimiter | None) -> None:
         assert gate.wait(30)
         really(root, manifest, rate)
 
     monkeypatch.setattr(directory, "write_manifest", slow)
-    background, dense = BackgroundSave(World.single()), {"bias": torch.ones(3)}
+    background, dense = BackgroundSaver(World.single()), {"bias": torch.ones(3)}
 
     def start(step: int) -> None:
         background.start(
-            tmp_path, step=step, plan=plan, shards=shards, dense=dense, state={}, then=lambda _: order.append(f"{step}")
+            tmp_path,
+            step=step,
+            plan=plan,
+            shards=shards,
+            dense=dense,
+            state={},
+            on_saved=lambda _: order.append(f"{step}"),
         )
 
     start(1)
     for piece in shards:
         piece.weight.zero_()
     dense["bias"].zero_()
-    assert latest(tmp_path) is None and not order
+    assert latest_complete(tmp_path) is None and not order
     gate.set()
     start(2)
     assert order[0] == "1"
@@ -170,11 +176,11 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
     shards = pieces(specs, plan, 0, random_tables(specs, seed=4))
     needed = 2 * sum(shard.num_bytes() for shard in shards)
     for free, background, expected in ((needed, "auto", True), (needed - 1, "auto", False), (0, "always", True)):
-        monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
-        saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
-        assert saver._is_in_background(shards) == expected
+        monkeypatch.setattr(train_saving, "_available_host_bytes", lambda free=free: float(free))
+        saver = CheckpointManager(CheckpointConfig(background=background), tmp_path, World.single())
+        assert saver._should_save_in_background(shards) == expected
         few = [torch.arange(0, piece.shard.num_rows, 2) for piece in shards]
-        assert saver._is_in_background(shards, few) == (free >= needed // 2 or background == "always")
+        assert saver._should_save_in_background(shards, few) == (free >= needed // 2 or background == "always")
 
 
 def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:
@@ -247,39 +253,39 @@ def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, m
 
 def test_a_signal_is_noted_and_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Interruption() as interruption:
+    with SignalListener() as interruption:
         for _ in range(2):  # the second one comes so soon that it is the same call
             os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 10
-        while interruption.number is None and time.monotonic() < deadline:
+        while interruption.signal_number is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert interruption.number == signal.SIGTERM
+        assert interruption.signal_number == signal.SIGTERM
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_a_signal_is_noted_before_the_next_step_however_late_its_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen_late(self: Interruption, reader: int) -> None:
+    def listen_late(self: SignalListener, reader: int) -> None:
         while os.read(reader, 1) != b"\0":
             pass
         os.close(reader)
 
-    monkeypatch.setattr(Interruption, "_listen", listen_late)
-    with Interruption() as interruption:
+    monkeypatch.setattr(SignalListener, "_listen", listen_late)
+    with SignalListener() as interruption:
         signal.raise_signal(signal.SIGINT)
-        assert interruption.number == signal.SIGINT
+        assert interruption.signal_number == signal.SIGINT
 
 
 def test_ignored_signals_stay_ignored_and_other_threads_set_no_handler() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interruption():
+        with SignalListener():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
     found = []
 
     def elsewhere() -> None:
-        with Interruption():
+        with SignalListener():
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)

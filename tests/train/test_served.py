@@ -21,20 +21,20 @@ from meseta.config import RunConfig
 from meseta.data import Dataset
 from meseta.data.dataset import part_files
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.read.served import service
-from meseta.data.read.served.keys import CLIENT, KEY, TOKEN, ServerKeys
+from meseta.data.read.served import dispatcher_client
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.keys import CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsServerKeys
 from meseta.data.read.served.messages import TableRequest
-from meseta.data.read.served.service import Dispatcher
 from meseta.embedding import EmbeddingBagCollection
 from meseta.readers.key_folder import make_keys
 from meseta.spec import MesetaError
 from meseta.telemetry.row_waits import NO_READER
 from meseta.train.setup.build import make_reader
 from meseta.train.setup.memory import run_bytes
-from meseta.train.setup.outline import make_outline
-from meseta.train.setup.source import source_of
+from meseta.train.setup.meta_model import make_meta_model
+from meseta.train.setup.source import make_row_source
 from meseta.train.setup.specs import make_specs
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from meseta.train.verify.steps import run_steps
 from readers.tier import SlowFiles, Tier, running
@@ -113,13 +113,13 @@ def test_with_keys_the_bits_are_the_same_and_nothing_tells_them(
     keys, short = tmp_path / "keys", {"train__max_steps": 12}
     make_keys(keys, ["127.0.0.1"], days=2)
     train(local(data, tmp_path / "expected", **short))
-    with running({"click": data}, 2, ServerKeys.load(keys)) as tier:
+    with running({"click": data}, 2, TlsServerKeys.load(keys)) as tier:
         document = served(tier, tmp_path / "run", **short)
         document["data"]["service"]["keys"] = str(keys)
         train(document)
     assert final_checksum(tmp_path / "run") == final_checksum(tmp_path / "expected")
     assert f"keys: {keys}" in (tmp_path / "run/config.yaml").read_text()
-    secrets = [(keys / name).read_bytes().strip() for name in (TOKEN, CLIENT, KEY)]
+    secrets = [(keys / name).read_bytes().strip() for name in (TOKEN_FILE, CLIENT_FILE, KEY_FILE)]
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     for text in (*written, *(stream.encode() for stream in capfd.readouterr())):
         assert not [secret for secret in secrets if secret in text]
@@ -283,20 +283,20 @@ def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
     [("../../dataset.json", "has no vocabulary of a feature"), ("price", "has no vocabulary of a feature 'price'")],
 )
 def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) -> None:
-    dispatcher = Dispatcher(tier.dispatcher.url)
+    dispatcher = DispatcherClient(tier.dispatcher.url)
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
-        list(dispatcher.table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
+        list(dispatcher.fetch_table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
     with pytest.raises(MesetaError, match="has been prepared anew"):
-        list(dispatcher.table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
+        list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 
 def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "TABLE_BYTES", 10)
-    dispatcher = Dispatcher(tier.dispatcher.url)
+    monkeypatch.setattr(dispatcher_client, "MAX_TABLE_BYTES", 10)
+    dispatcher = DispatcherClient(tier.dispatcher.url)
     digest = dispatcher.describe(None).digest
     with pytest.raises(MesetaError, match="sends a file of more than 10 bytes"):
-        list(dispatcher.table(TableRequest(dataset="click", digest=digest, feature=None)))
+        list(dispatcher.fetch_table(TableRequest(dataset="click", digest=digest, feature=None)))
 
 
 # What is refused
@@ -342,7 +342,7 @@ def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
 
 def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> None:
     config = RunConfig.model_validate(served(tier, tmp_path / "run"))
-    dataset = source_of(config.data).dataset()
+    dataset = make_row_source(config.data).dataset()
     assert make_reader(config, dataset, "test", World.single()).num_rows == 279
     with pytest.raises(MesetaError, match="has been prepared anew since this command began"):
         make_reader(config, dataset.model_copy(update={"seed": 5}), "test", World.single())
@@ -354,11 +354,11 @@ def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> 
 def test_memory_counts_what_a_client_holds(tier: Tier, data: Path, tmp_path: Path) -> None:
     def reading(document: dict[str, Any], num_ranks: int, num_rows: int) -> int:
         config = RunConfig.model_validate(document)
-        dataset = source_of(config.data).dataset()
+        dataset = make_row_source(config.data).dataset()
         split = dataset.splits["train"].model_construct(num_rows=num_rows, num_positives=1.0, files=(), positives={})
         dataset = dataset.model_copy(update={"splits": {**dataset.splits, "train": split}})
         tables, features = make_specs(config, dataset)
-        outline = make_outline(config, dataset, EmbeddingBagCollection(tables, features))
+        outline = make_meta_model(config, dataset, EmbeddingBagCollection(tables, features))
         return run_bytes(config, dataset, outline, num_ranks, 1, on_cpu=True).reading_bytes
 
     # A sample has a label, two dense values, three ids, and some tags.

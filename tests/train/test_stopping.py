@@ -11,14 +11,14 @@ import pytest
 from meseta.comm import World
 from meseta.config import EarlyStoppingConfig, load_config
 from meseta.spec import MesetaError
-from meseta.telemetry.lines import EvalLine
-from meseta.train.stopping import BestSoFar
-from meseta.train.trained import load_trained
+from meseta.telemetry.metrics_file import EvalLine
+from meseta.train.early_stopping import EarlyStopping
+from meseta.train.trained_model import load_trained
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
 
-def feed(config: dict[str, Any], values: list[float | None]) -> tuple[BestSoFar, list[bool]]:
-    best = BestSoFar(EarlyStoppingConfig(**config))
+def feed(config: dict[str, Any], values: list[float | None]) -> tuple[EarlyStopping, list[bool]]:
+    best = EarlyStopping(EarlyStoppingConfig(**config))
     return best, [
         best.update(EvalLine(step=10 * k, **{best.config.metric: value})) for k, value in enumerate(values, start=1)
     ]
@@ -38,21 +38,21 @@ def test_the_best_of_some_evaluations(
     config: dict[str, Any], values: list[float | None], better: list[bool], step: int | None, stale: int
 ) -> None:
     best, got = feed(config, values)
-    assert (got, best.step, best.num_stale) == (better, step, stale)
-    assert best.value == (None if step is None else values[step // 10 - 1])
+    assert (got, best.best_step, best.num_without_improvement) == (better, step, stale)
+    assert best.best_value == (None if step is None else values[step // 10 - 1])
     for patience in (1, 2, 3):
-        assert feed({**config, "patience": patience}, values)[0].ends_training == (stale >= patience)
-    assert not best.ends_training
+        assert feed({**config, "patience": patience}, values)[0].should_stop == (stale >= patience)
+    assert not best.should_stop
 
 
 def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
     best, _ = feed({"patience": 2}, [0.5, 0.6])
-    again, other = BestSoFar(best.config), BestSoFar(EarlyStoppingConfig(metric="auc"))
+    again, other = EarlyStopping(best.config), EarlyStopping(EarlyStoppingConfig(metric="auc"))
     again.set_state(best.get_state())
     other.set_state(best.get_state())
     again.set_state({})
     assert again.get_state() == best.get_state()
-    assert (other.step, other.value, other.num_stale) == (None, None, 0)
+    assert (other.best_step, other.best_value, other.num_without_improvement) == (None, None, 0)
 
 
 # No evaluation gains ten: the first is the best, and two more end the run at step 12.

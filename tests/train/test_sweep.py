@@ -13,19 +13,19 @@ import pytest
 
 from meseta.config import load_config
 from meseta.spec import MesetaError
-from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import RunSummary
 from meseta.train.sweep.sweep import (
     Choices,
     Range,
-    Result,
     Sweep,
     Trial,
-    draws,
-    grid,
+    TrialResult,
+    grid_settings,
     open_sweep,
     parse_space,
-    rank,
+    random_settings,
+    rank_trials,
     write_tables,
 )
 
@@ -72,11 +72,11 @@ def test_a_space_that_is_none_is_refused(settings: list[str], words: str) -> Non
 
 
 def test_a_grid_has_every_combination_once() -> None:
-    assert grid({"a": Choices((1, 2)), "b": Choices(("x", "y", "z"))}) == [
+    assert grid_settings({"a": Choices((1, 2)), "b": Choices(("x", "y", "z"))}) == [
         {"a": a, "b": b} for a in (1, 2) for b in "xyz"
     ]
     with pytest.raises(MesetaError, match="--random --trials"):
-        grid({"a": Range("uniform", 0.0, 1.0)})
+        grid_settings({"a": Range("uniform", 0.0, 1.0)})
 
 
 def test_draws_are_of_the_range_and_of_the_seed_alone() -> None:
@@ -86,9 +86,9 @@ def test_draws_are_of_the_range_and_of_the_seed_alone() -> None:
         "l": Range("loguniform", 1e-4, 1e-1),
         "r": Range("randint", 2.0, 4.0),
     }
-    trials = draws(space, 2000, 7)
-    assert draws(space, 50, 7) == trials[:50] != draws(space, 50, 8)
-    assert draws({"l": space["l"]}, 50, 7) == [{"l": trial["l"]} for trial in trials[:50]]
+    trials = random_settings(space, 2000, 7)
+    assert random_settings(space, 50, 7) == trials[:50] != random_settings(space, 50, 8)
+    assert random_settings({"l": space["l"]}, 50, 7) == [{"l": trial["l"]} for trial in trials[:50]]
     counts = Counter(trial["r"] for trial in trials), Counter(trial["c"] for trial in trials)
     for count, values in zip(counts, ((2, 3, 4), (1, 2, 3)), strict=True):
         assert set(count) == set(values) and all(abs(n - 2000 / 3) < 120 for n in count.values())
@@ -108,41 +108,41 @@ def config(tmp_path: Path) -> Path:
 
 def test_a_folder_is_taken_up_again_and_another_sweep_is_refused(config: Path, tmp_path: Path) -> None:
     out, two = tmp_path / "sweep", [{"seed": 1}, {"seed": 2}]
-    plan = open_sweep(out, config, ["train.epochs=2"], two, may_grow=False)
+    plan = open_sweep(out, config, ["train.epochs=2"], two, allow_growth=False)
     settings = load_config(plan.config, plan.trials[1].overrides)
     assert (settings.seed, settings.train.epochs, settings.run_dir) == (2, 2, out / "trial-001")
-    assert open_sweep(out, config, ["train.epochs=2"], two, may_grow=False) == plan
+    assert open_sweep(out, config, ["train.epochs=2"], two, allow_growth=False) == plan
     with pytest.raises(MesetaError, match="another sweep, whose config differ"):
-        open_sweep(out, config, ["train.epochs=3"], two, may_grow=False)
+        open_sweep(out, config, ["train.epochs=3"], two, allow_growth=False)
     with pytest.raises(MesetaError, match="another sweep, whose trials differ"):
-        open_sweep(out, config, ["train.epochs=2"], two[:1], may_grow=False)
+        open_sweep(out, config, ["train.epochs=2"], two[:1], allow_growth=False)
     more = [*two, {"seed": 3}]
-    assert len(open_sweep(out, config, ["train.epochs=2"], more, may_grow=True).trials) == 3
-    open_sweep(out, config, ["train.epochs=2"], two, may_grow=True)
+    assert len(open_sweep(out, config, ["train.epochs=2"], more, allow_growth=True).trials) == 3
+    open_sweep(out, config, ["train.epochs=2"], two, allow_growth=True)
     assert json.loads((out / "sweep.json").read_text())["trials"] == more  # fewer do not forget the others
     (out / "sweep.json").write_text("{")
     with pytest.raises(MesetaError, match="cannot be read"):
-        open_sweep(out, config, [], two, may_grow=False)
+        open_sweep(out, config, [], two, allow_growth=False)
 
 
 def test_a_wrong_trial_is_named_before_anything_is_made(config: Path, tmp_path: Path) -> None:
     for own, words in (({"seed": -1}, "trial 1 (seed=-1)"), ({"sed": 1}, "did you mean 'seed'")):
         with pytest.raises(MesetaError) as caught:
-            open_sweep(tmp_path / "sweep", config, [], [{"seed": 1}, own], may_grow=False)
+            open_sweep(tmp_path / "sweep", config, [], [{"seed": 1}, own], allow_growth=False)
         assert words in str(caught.value)
     assert not (tmp_path / "sweep").exists()
 
 
-def result(number: int, **test: Any) -> Result:
+def result(number: int, **test: Any) -> TrialResult:
     summary = RunSummary(test=EvalLine(**test), num_steps=4) if test else None
-    return Result(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
+    return TrialResult(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
 
 
 def test_ranks_and_tables(tmp_path: Path) -> None:
     results = [result(0, ne=0.9, auc=0.7), result(1), result(2, ne=0.8, auc=0.6), result(3, ne=None, auc=0.8)]
-    assert [r.trial.number for r in rank(results, "ne")] == [2, 0, 1, 3]
-    assert [r.trial.number for r in rank(results, "auc")] == [3, 0, 2, 1]
-    write_tables(Sweep(tmp_path, tmp_path / "config.yaml", ()), rank(results, "ne"))
+    assert [r.trial.number for r in rank_trials(results, "ne")] == [2, 0, 1, 3]
+    assert [r.trial.number for r in rank_trials(results, "auc")] == [3, 0, 2, 1]
+    write_tables(Sweep(tmp_path, tmp_path / "config.yaml", ()), rank_trials(results, "ne"))
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["rank"], row["trial"], row["lr"], row["ne"]) for row in rows] == [

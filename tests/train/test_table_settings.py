@@ -16,10 +16,10 @@ from meseta.config.models import MODEL_NAMES
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.spec import MesetaError
-from meseta.train.outside.dense_export import load_dense_part
-from meseta.train.setup.outline import make_outline, step_bytes
+from meseta.train.interop.dense_export import load_dense_part
+from meseta.train.setup.meta_model import make_meta_model, step_peak_bytes
 from meseta.train.setup.specs import make_specs
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import settings, train
 
 TABLES = {"user": {"embedding_dim": 6}, "tags": {"pooling": "mean", "optimizer": {"lr": 0.05}}}
@@ -34,7 +34,7 @@ def test_a_width_of_its_own_is_taken_or_refused_by_name(tiny: Path, tmp_path: Pa
     config, dataset = RunConfig.model_validate(document), Dataset.load(tiny)
     try:
         tables, features = make_specs(config, dataset)
-        outline = make_outline(config, dataset, EmbeddingBagCollection(tables, features))
+        outline = make_meta_model(config, dataset, EmbeddingBagCollection(tables, features))
     except MesetaError as error:
         assert name not in TAKE_ANY and ("'user'" in str(error) or "tables.user." in str(error))
         assert "embedding_dim" in str(error) and "\n" not in str(error)
@@ -43,7 +43,7 @@ def test_a_width_of_its_own_is_taken_or_refused_by_name(tiny: Path, tmp_path: Pa
     dims = {table.name: table.embedding_dim for table in tables}
     assert dims == {name: 6 if name == "user" else 4 for name in dims}
     assert {f.name: f.pooling for f in features} == {f.name: "mean" if f.name == "tags" else "sum" for f in features}
-    assert step_bytes(outline, 64, len(dataset.dense)) >= 2 * 64 * 4 * sum(dims.values())
+    assert step_peak_bytes(outline, 64, len(dataset.dense)) >= 2 * 64 * 4 * sum(dims.values())
 
 
 def test_every_model_takes_a_reduction_of_its_own_and_the_width_of_all(tiny: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_every_model_takes_a_reduction_of_its_own_and_the_width_of_all(tiny: Pat
         config = RunConfig.model_validate(settings(tiny, tmp_path, model__name=name, embedding__tables=tables))
         specs = make_specs(config, Dataset.load(tiny))
         assert {table.embedding_dim for table in specs[0]} == {config.model.table_width()}
-        make_outline(config, Dataset.load(tiny), EmbeddingBagCollection(*specs))
+        make_meta_model(config, Dataset.load(tiny), EmbeddingBagCollection(*specs))
 
 
 def test_a_run_keeps_them(tiny: Path, tmp_path: Path) -> None:

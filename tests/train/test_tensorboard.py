@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run, by its own reader, against metrics.jsonl."""
+"""What TensorBoardWriter reads of a run, by its own reader, against metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from bad_input.commands import small_files
 from meseta.spec import MesetaError
-from meseta.telemetry.lines import EvalLine, TrainLine
-from meseta.train.outside.tensorboard import TensorBoard, scalars
+from meseta.telemetry.metrics_file import EvalLine, TrainLine
+from meseta.train.interop.tensorboard import TensorBoardWriter, scalars
 from small_run import metrics, settings, train
 
 
@@ -66,7 +66,7 @@ def test_numbers_of_a_line_and_their_tags() -> None:
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(MesetaError, match=r"pip install 'meseta\[tensorboard\]'"):
-        TensorBoard(tmp_path)
+        TensorBoardWriter(tmp_path)
 
 
 def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     figures = {"a b:c/é": 1.5, "large": 1e300, "none": math.nan, "stages_s": {"x y": 1}}
     line = TrainLine.model_validate({"kind": "train", "step": 3, "num_samples": 9} | figures)
-    board = TensorBoard(tmp_path / "ours")
+    board = TensorBoardWriter(tmp_path / "ours")
     board.begin([line])
     board.close()
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path / "torch"), purge_step=0)
@@ -93,7 +93,7 @@ def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
 def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) -> None:
     """No thread tells of it beside the error, closing does not fail again, and what is there is read."""
     pytest.importorskip("tensorboard")
-    board, num_lines = TensorBoard(tmp_path), 0
+    board, num_lines = TensorBoardWriter(tmp_path), 0
     board.begin([])
     with small_files(300), pytest.raises(MesetaError, match=r"cannot be written: File too large; make room"):
         while num_lines < 100:
@@ -108,4 +108,4 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     with pytest.raises(MesetaError, match="cannot be written"):
-        TensorBoard(tmp_path / "file" / "board").begin([])
+        TensorBoardWriter(tmp_path / "file" / "board").begin([])

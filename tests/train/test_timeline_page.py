@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.files import json_text
+from meseta.machine.files import format_json
 from meseta.report import write_report
-from meseta.report.charts.timeline_picture import LEFT, RIGHT, WIDTH, timeline_section
+from meseta.report.charts.timeline_chart import MARGIN_LEFT, MARGIN_RIGHT, WIDTH, timeline_section
 from meseta.report.record import read_run
 from meseta.telemetry.span import Span
-from meseta.telemetry.timeline import RankClock, Timeline, rank_tracks
-from meseta.telemetry.trace_events import trace_document
+from meseta.telemetry.timeline import RankClock, Timeline, make_rank_tracks
+from meseta.telemetry.trace_events import to_trace_document
 from meseta.telemetry.transfers import TransferSpan
 
 
@@ -29,7 +29,7 @@ def three_steps(num_ranks: int = 2) -> Timeline:
     ]
     sent = [TransferSpan("ids", 2, 1, 2e6, 0.0, 1.068, 1.076, 0.004)]
     places = (RankClock("a", 0.0, 0.0),) * num_ranks
-    return Timeline(1, 3, places, tuple(t for rank in range(num_ranks) for t in rank_tracks(rank, spans, sent)))
+    return Timeline(1, 3, places, tuple(t for rank in range(num_ranks) for t in make_rank_tracks(rank, spans, sent)))
 
 
 def boxes(markup: str, class_: str) -> list[tuple[float, float]]:
@@ -41,10 +41,10 @@ def boxes(markup: str, class_: str) -> list[tuple[float, float]]:
 def test_the_step_of_median_length_is_drawn_in_proportion() -> None:
     markup = timeline_section(three_steps())
     assert "Step 3, that of median length among the 3 steps" in markup and "more rank" not in markup
-    ms = (WIDTH - RIGHT - LEFT) / 20
+    ms = (WIDTH - MARGIN_RIGHT - MARGIN_LEFT) / 20
     for class_, begin, end in (("stage stage-lookup", 5, 10), ("under-way", 8, 16), ("waiting", 12, 16)):
         drawn = boxes(markup, class_)
-        assert drawn == [pytest.approx((LEFT + begin * ms, LEFT + end * ms), abs=0.02)] * 2
+        assert drawn == [pytest.approx((MARGIN_LEFT + begin * ms, MARGIN_LEFT + end * ms), abs=0.02)] * 2
     assert len(boxes(markup, "stage stage-none")) == 4
     assert "ids under way, 2.00 MB to its host: 8 ms" in markup
 
@@ -57,7 +57,7 @@ def test_ranks_that_are_not_drawn_are_told() -> None:
 
 def test_many_slices_of_a_step_give_a_small_picture() -> None:
     spans = [Span("lookup", 0, 1 + k / 1e5, 1 + (k + 0.5) / 1e5, 0.0) for k in range(20_000)]
-    tracks = rank_tracks(0, [*spans, Span("step", 0, 1.0, 1.2, 0.1)], [])
+    tracks = make_rank_tracks(0, [*spans, Span("step", 0, 1.0, 1.2, 0.1)], [])
     markup = timeline_section(Timeline(1, 1, (RankClock("a", 0.0, 0.0),), tuple(tracks)))
     assert len(markup) < 500_000 and boxes(markup, "stage stage-lookup")
 
@@ -71,7 +71,7 @@ def run_with(folder: Path, content: str) -> Path:
 
 
 def test_the_page_has_it(tmp_path: Path) -> None:
-    run = run_with(tmp_path, json_text(trace_document(three_steps())))
+    run = run_with(tmp_path, format_json(to_trace_document(three_steps())))
     assert read_run(run).timeline is not None
     assert "A step over time" in write_report(run).read_text()
     (run / "timeline.json").unlink()
@@ -79,7 +79,7 @@ def test_the_page_has_it(tmp_path: Path) -> None:
 
 
 def changed(**changes: Any) -> str:
-    document = trace_document(three_steps())
+    document = to_trace_document(three_steps())
     for event in document["traceEvents"]:
         event.update({key: value for key, value in changes.items() if key in event or event["ph"] == "X"})
     return json.dumps(document)
@@ -97,7 +97,10 @@ def changed(**changes: Any) -> str:
         (changed(dur=1e300), "key 'traceEvents."),
         (changed(pid="x"), "key 'traceEvents."),
         (changed(args={"step": -3}), "key 'traceEvents."),
-        (json.dumps({**trace_document(three_steps()), "otherData": {"format": "meseta.timeline/9"}}), "key 'otherData"),
+        (
+            json.dumps({**to_trace_document(three_steps()), "otherData": {"format": "meseta.timeline/9"}}),
+            "key 'otherData",
+        ),
     ],
 )
 def test_a_file_that_nobody_can_read_is_named(tmp_path: Path, content: str, problem: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from meseta.comm import World
 from meseta.storage import TieredShard
 from meseta.train.evaluate import evaluate
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from small_run import settings, train
 
 
@@ -24,12 +24,12 @@ def test_tables_lie_far_where_they_did_in_the_run(tiny: Path, tmp_path: Path, is
     document = settings(tiny, tmp_path / "run", train__max_steps=6, plan=plan, storage={"dir": str(tmp_path / "rows")})
     expected = train(document)["test"]
     trained = load_trained(tmp_path / "run", "test", World.single())
-    found = evaluate(trained.model, trained.reader, trained.world, trained.config.metrics, trained.shift)
-    assert found.to_dict(with_curve=False)["logloss"] == expected["logloss"]
+    found = evaluate(trained.model, trained.reader, trained.world, trained.config.metrics, trained.logit_shift)
+    assert found.to_dict(include_reliability=False)["logloss"] == expected["logloss"]
     shards = trained.model.embeddings.shards
     assert [shard.spec.name for shard in shards if isinstance(shard, TieredShard)] == ["user"]
     moved = load_trained(tmp_path / "run", "test", World.single(), storage_dir=tmp_path / "other")
     assert all(isinstance(shard, TieredShard) for shard in moved.model.embeddings.shards)
-    again = evaluate(moved.model, moved.reader, moved.world, moved.config.metrics, moved.shift)
-    assert again.to_dict(with_curve=False)["logloss"] == expected["logloss"]
-    assert [shard.shard.near_rows for shard in shards if isinstance(shard, TieredShard)] == [100]
+    again = evaluate(moved.model, moved.reader, moved.world, moved.config.metrics, moved.logit_shift)
+    assert again.to_dict(include_reliability=False)["logloss"] == expected["logloss"]
+    assert [shard.shard.cache_rows for shard in shards if isinstance(shard, TieredShard)] == [100]

@@ -18,15 +18,15 @@ from safetensors.numpy import load_file
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import Batches, BatchReader
-from meseta.measure import step_threads, waiting
-from meseta.measure.threads import threads
-from meseta.pipeline import Pipeline, Step
+from meseta.data.read.batch_reader import BatchIterator, BatchReader
+from meseta.measure import cpu_contention, step_threads
+from meseta.measure.threads import use_num_threads
+from meseta.pipeline import Pipeline, StepResult
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, logloss
 from meseta.train.predictions import write_predictions
 from meseta.train.state import dense_tensors, set_dense_tensors
-from meseta.train.trained import load_trained
+from meseta.train.trained_model import load_trained
 from meseta.train.trainer import Trainer
 from small_run import (
     criteo_shaped_data,
@@ -153,9 +153,9 @@ def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) ->
 def test_threads_that_change_between_steps_change_no_bit(
     criteo_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowd, counts, step = waiting.Crowd(num_threads=2, num_processors=2), [], Pipeline._train
+    crowd, counts, step = cpu_contention.CpuContention(num_threads=2, num_processors=2), [], Pipeline._train_step
 
-    def noted(self: Pipeline, *arguments: Any) -> Step:
+    def noted(self: Pipeline, *arguments: Any) -> StepResult:
         counts.append(torch.get_num_threads())
         return step(self, *arguments)
 
@@ -165,14 +165,14 @@ def test_threads_that_change_between_steps_change_no_bit(
         train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=800, train__log_every_steps=1))
         return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
 
-    monkeypatch.setattr(Pipeline, "_train", noted)
-    monkeypatch.setattr(waiting, "crowd", lambda: crowd)
-    monkeypatch.setattr(step_threads, "SLICE_S", 0.0)
-    monkeypatch.setattr(step_threads, "NUM_FIRST", 1_000_000)  # steps take turns
-    with threads(2):
+    monkeypatch.setattr(Pipeline, "_train_step", noted)
+    monkeypatch.setattr(cpu_contention, "current_contention", lambda: crowd)
+    monkeypatch.setattr(step_threads, "SAMPLE_WINDOW_S", 0.0)
+    monkeypatch.setattr(step_threads, "MIN_SAMPLES", 1_000_000)  # steps take turns
+    with use_num_threads(2):
         calm = run("calm")
         assert set(counts) == {2}
-        crowd.look(2.0)
+        crowd.update(2.0)
         crowded = run("crowded")
     assert counts == [1, 2] * (len(counts) // 2) + [1] * (len(counts) % 2) and len(counts) > 2
     assert calm == crowded
@@ -228,7 +228,7 @@ def test_killed_in_a_step_and_gone_on(
 ) -> None:
     """A checkpoint every 3 steps, a line of metrics every 4: resumed in the middle of windows."""
     cut, expected = tmp_path / "cut", json.loads((whole / "summary.json").read_text())
-    step = Pipeline._train
+    step = Pipeline._train_step
 
     def die(self: Pipeline, *arguments: Any) -> Any:
         result = step(self, *arguments)
@@ -237,7 +237,7 @@ def test_killed_in_a_step_and_gone_on(
         return result
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pipeline, "_train", die)
+        patch.setattr(Pipeline, "_train_step", die)
         train(settings(tiny, cut, **COMMON))
     torch.manual_seed(99)
     summary = train(settings(tiny, cut, **COMMON))
@@ -259,7 +259,7 @@ def test_a_run_that_goes_on_reads_from_where_it_was(
     begun = []
     epochs = BatchReader.epochs
 
-    def spy(self: BatchReader, num_epochs: int) -> Batches:
+    def spy(self: BatchReader, num_epochs: int) -> BatchIterator:
         begun.append((self.split, self.get_state()["row"]))
         return epochs(self, num_epochs)
 

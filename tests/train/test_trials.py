@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.comm import World
-from meseta.config import RunConfig, check_document
+from meseta.config import RunConfig, validate_document
 from meseta.config.models import MODEL_NAMES
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.models.factory import make_model
 from meseta.spec import FeatureSpec, TableSpec
-from meseta.train.outside.raw_files import MAX_EPOCHS, can_be_tried, choose_settings
+from meseta.train.interop.default_settings import MAX_EPOCHS, can_tune_table_rate, choose_settings
 from meseta.train.sweep import trials
 from meseta.train.trainer import Trainer
 
@@ -50,7 +50,7 @@ def prepared(folder: Path, *, noise: int, effect: float, valid: float = 0.2, lab
 def config(dataset: Dataset, folder: Path, **document: Any) -> RunConfig:
     document = {"run_dir": str(folder / "run"), "data": {"dir": str(dataset.dir)}, "num_threads": 1, **document}
     choose_settings(document, dataset)
-    return check_document(document)
+    return validate_document(document)
 
 
 def test_what_a_config_says_goes_before_what_is_chosen(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_without_a_split_to_choose_on_nothing_is_chosen_by_it(tmp_path: Path) ->
     chosen = config(dataset, tmp_path)
     assert chosen.train.epochs < MAX_EPOCHS and chosen.train.finish == "last"
     assert chosen.train.early_stopping.patience is None and chosen.schedule.kind == "constant"
-    assert not can_be_tried(dataset)
+    assert not can_tune_table_rate(dataset)
 
 
 def test_several_labels_are_learned_together(tmp_path: Path) -> None:
@@ -101,19 +101,19 @@ def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFact
 def test_the_rate_that_a_trial_finds_suits_the_ids(tmp_path: Path, noise: int, effect: float, is_small: bool) -> None:
     dataset = prepared(tmp_path, noise=noise, effect=effect)
     settings = config(dataset, tmp_path, train={"max_steps": 40})
-    found = trials.settle_table_rate(settings, dataset, World.single())
+    found = trials.choose_table_rate(settings, dataset, World.single())
     rate = found.embedding.optimizer.lr
     assert (rate <= 0.015) if is_small else (rate >= 0.05)
     assert not (tmp_path / "run" / "trials").exists()
     # A run that has begun keeps its rate.
     Trainer(found, World.single()).run()
     (tmp_path / "run" / "summary.json").unlink()
-    again = trials.settle_table_rate(settings, dataset, World.single())
+    again = trials.choose_table_rate(settings, dataset, World.single())
     assert again.embedding.optimizer.lr == rate
 
 
 def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "RATES", (0.005, 0.05))
+    monkeypatch.setattr(trials, "CANDIDATE_RATES", (0.005, 0.05))
     dataset = prepared(tmp_path, noise=2, effect=1)
     settings = config(dataset, tmp_path, train={"epochs": 1})
     steps: list[int] = []
@@ -126,11 +126,11 @@ def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.Monke
         return take(self, batch)
 
     monkeypatch.setattr(Trainer, "_run_step", counted)
-    whole = trials.settle_table_rate(settings, dataset, World.single())
+    whole = trials.choose_table_rate(settings, dataset, World.single())
     num_steps = len(steps)
     steps.clear()
     stop_at = num_steps - 30  # in the last trial, whose steps are done again
     with pytest.raises(KeyboardInterrupt):
-        trials.settle_table_rate(settings, dataset, World.single())
-    assert trials.settle_table_rate(settings, dataset, World.single()) == whole
+        trials.choose_table_rate(settings, dataset, World.single())
+    assert trials.choose_table_rate(settings, dataset, World.single()) == whole
     assert len(steps) < num_steps + 40  # what was done is not done again

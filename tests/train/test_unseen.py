@@ -18,9 +18,9 @@ import pytest
 from bad_input.commands import Ended, run_here, tree
 from data.new_files import Table, write_csv
 from meseta.cli.prepare import print_unseen
-from meseta.data.dataset.check import check
+from meseta.data.dataset.check import check_dataset
 from meseta.data.dataset.dataset import Dataset, SparseFeature
-from meseta.data.dataset.unseen import Unseen
+from meseta.data.dataset.unseen_values import UnseenValues
 from meseta.data.hash_categories import reference
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
@@ -157,7 +157,7 @@ def test_both_sides_of_every_bound(test: Fraction | None) -> None:
     outcomes = set()
     for num, unseen in bounds(test):
         shares = {} if test is None else {"a": float(test)}
-        found = Unseen(values=Counter(a=unseen), lookups=Counter(a=num), test_shares=shares)
+        found = UnseenValues(unseen_counts=Counter(a=unseen), value_counts=Counter(a=num), test_shares=shares)
         stops, warns = outcome(num, unseen, test)
         assert bool(found.warnings()) == warns, (num, unseen)
         if stops:
@@ -173,9 +173,9 @@ def test_both_sides_of_every_bound(test: Fraction | None) -> None:
 
 def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"f{place}" for place in range(30)]
-    found = Unseen(
-        values=Counter({name: 990 + place % 11 for place, name in enumerate(names)}),
-        lookups=Counter(dict.fromkeys(names, 1000)),
+    found = UnseenValues(
+        unseen_counts=Counter({name: 990 + place % 11 for place, name in enumerate(names)}),
+        value_counts=Counter(dict.fromkeys(names, 1000)),
         test_shares=dict.fromkeys(names[:25], 0.25),
     )
     with pytest.raises(
@@ -329,11 +329,11 @@ def test_descriptions(case: Path, tmp_path: Path) -> None:
         with pytest.raises(MesetaError, match=rule):
             Dataset.from_dict(document)
     shutil.copytree(case / "data", tmp_path / "data")
-    assert not check(tmp_path / "data").faults
+    assert not check_dataset(tmp_path / "data").faults
     document = dataset.to_dict()
     document["sparse"][0]["test_lookups"]["num_lookups"] += 1
     (tmp_path / "data/dataset.json").write_text(json.dumps(document))
-    [fault] = check(tmp_path / "data").faults
+    [fault] = check_dataset(tmp_path / "data").faults
     assert (
         str(fault) == "split 'test': dataset.json says 201 ids of feature 'never', got 200; prepare the dataset again"
     )

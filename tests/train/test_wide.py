@@ -16,7 +16,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.embedding import EmbeddingBagCollection
-from meseta.errors import doubled
+from meseta.errors import duplicates
 from meseta.report import data_statistics
 from meseta.spec import FeatureSpec, TableSpec
 from meseta.train.trainer import Trainer
@@ -57,7 +57,7 @@ def calls_of_run(data: Path, run_dir: Path) -> int:
 
 def test_a_run_takes_calls_in_proportion_to_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widths, num_drawn = (30, 60, 120), 20
-    monkeypatch.setattr(data_statistics, "NUM_DRAWN", num_drawn)
+    monkeypatch.setattr(data_statistics, "MAX_DRAWN_FEATURES", num_drawn)
     datasets = [wide_data(tmp_path, width) for width in widths]
     calls_of_run(datasets[0], tmp_path / "first")  # what a process does once
     calls = [calls_of_run(data, tmp_path / f"run{data.name}") for data in datasets]
@@ -107,5 +107,5 @@ class Watched(str):
 
 def test_names_that_come_twice_are_found_without_comparing_all_with_all() -> None:
     names = [Watched(f"name{i}") for i in range(1000)]
-    assert doubled(names) == [] and Watched.compared < 4000
-    assert doubled(["b", "a", "b", "c", "a", "b"]) == ["b", "a"]
+    assert duplicates(names) == [] and Watched.compared < 4000
+    assert duplicates(["b", "a", "b", "c", "a", "b"]) == ["b", "a"]

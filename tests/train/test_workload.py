@@ -11,7 +11,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.spec import MesetaError
 from meseta.spec.workload import read_workload
-from meseta.train.setup.outline import before_flops, make_outline
+from meseta.train.setup.meta_model import dense_only_flops, make_meta_model
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
 from small_run import settings
@@ -19,7 +19,7 @@ from small_run import settings
 
 def test_a_run_is_described_by_its_data_and_its_model(tiny: Path, tmp_path: Path) -> None:
     config, dataset = RunConfig.model_validate(settings(tiny, tmp_path / "run")), Dataset.load(tiny)
-    model = make_outline(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
+    model = make_meta_model(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
     work = make_workload(config, dataset, *make_specs(config, dataset), model)
     assert work.batch_size == config.train.batch_size
     num_samples = dataset.split("train").num_rows
@@ -37,7 +37,7 @@ def test_a_run_is_described_by_its_data_and_its_model(tiny: Path, tmp_path: Path
 def test_distinct_rows_of_the_split_are_those_that_prepare_counted(tiny: Path, tmp_path: Path) -> None:
     config, dataset = RunConfig.model_validate(settings(tiny, tmp_path / "run")), Dataset.load(tiny)
     loads = WorkloadLoads(make_workload(config, dataset, *make_specs(config, dataset)))
-    found = loads.distinct(loads.whole(), float(dataset.split("train").num_rows))
+    found = loads.distinct_rows(loads.whole_tables(), float(dataset.split("train").num_rows))
     for distinct, column in zip(found, dataset.sparse, strict=True):
         assert abs(distinct - column.statistics.num_uniques) <= 0.1 * column.statistics.num_uniques + 1
 
@@ -52,8 +52,8 @@ def test_operations_of_layers_that_read_dense_inputs_alone(
     """Those of the bottom MLP, forwards and twice back: 13 inputs, 8 hidden, 4 outputs and what follows them."""
     config = RunConfig.model_validate(settings(tiny, tmp_path, model__name=name))
     dataset = Dataset.load(tiny)
-    outline = make_outline(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
-    found = before_flops(outline, 64, len(dataset.dense)) / 64
+    outline = make_meta_model(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
+    found = dense_only_flops(outline, 64, len(dataset.dense)) / 64
     layers = [own for path, own in outline.named_modules() if path.startswith("bottom") and isinstance(own, Linear)]
     forward = [2 * own.in_features * own.out_features for own in layers]
     assert found == 3 * sum(forward) - sum(forward[:1])  # the data have no gradient

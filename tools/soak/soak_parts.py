@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meseta.machine.environment import commit_with_changes, hardware
-from meseta.machine.files import write_whole
+from meseta.machine.environment import git_version, hardware_summary
+from meseta.machine.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -147,13 +147,13 @@ def run(name: str) -> bool:
         known = {"source": source, "seconds": 0.0}
         record.unlink(missing_ok=True)
     RECORDS.mkdir(parents=True, exist_ok=True)
-    write_whole(sessions, json.dumps(known))  # a run that is cut off leaves the one before
+    write_atomic(sessions, json.dumps(known))  # a run that is cut off leaves the one before
     began = time.monotonic()
     try:
         code = subprocess.call(_command(name), cwd=ROOT, env=_environment(PARTS[name], record))
     finally:
         known["seconds"] += time.monotonic() - began
-        write_whole(sessions, json.dumps(known))
+        write_atomic(sessions, json.dumps(known))
     # 5: every test had passed before.
     if code not in (0, 5):
         return False
@@ -203,7 +203,7 @@ def _environment(part: Part, record: Path) -> dict[str, str]:
 def _write_row(name: str, result: str, seconds: float) -> None:
     """Put the row of a part into the table of the page."""
     minutes, today = f"{seconds // 60:.0f} min {seconds % 60:.0f} s", datetime.now(UTC).date().isoformat()
-    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware(), commit_with_changes(), today]
+    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware_summary(), git_version(), today]
     row = "| " + " | ".join(cells) + " |"
     page, count = re.subn(rf"^\| `{name}` \|.*$", lambda _: row, PAGE.read_text(), flags=re.MULTILINE)
     if count != 1:

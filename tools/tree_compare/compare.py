@@ -15,7 +15,7 @@ from tree_compare.literals import is_text
 from tree_compare.messages import MessageRules, TextPositions, find_rules, prose
 from tree_compare.pages import python_code
 from tree_compare.python_files import ClassPairs, Context, PythonComparison, PythonFile
-from tree_compare.renames import RenameTable, whole_words
+from tree_compare.renames import RenameTable, words
 from tree_compare.scopes import Scopes
 from tree_compare.trees import CPP_SUFFIXES, PAGE_SUFFIX, PYTHON_SUFFIXES, is_below, suffix
 from tree_compare.whole_tree import Tree, check_classes, check_missing, check_uses
@@ -59,7 +59,7 @@ class _Comparison:
         self.classes: list[ClassPairs] = []
 
     def _pair(self) -> dict[str, str]:
-        moved = {path: self.table.move(path) for path in self.before}
+        moved = self.table.moved(self.before)
         gone = [path for path, target in moved.items() if target not in self.after]
         added = self.after.keys() - moved.values()
         for path in gone:
@@ -70,7 +70,7 @@ class _Comparison:
                 self.findings.refuse(Difference(path, 0, 0, "", path, "file added"))
         for path in self.before.keys() - set(gone):
             if moved[path] != path:
-                self.findings.renamed.add((path, moved[path]))
+                self.findings.num_moved += 1
         return {path: target for path, target in moved.items() if target in self.after}
 
     def run(self) -> Result:
@@ -157,10 +157,10 @@ class _Comparison:
 
     def _list_strings(self, files: Mapping[str, PythonFile]) -> None:
         """List the strings that still have an old name of this comparison."""
-        pattern = whole_words({old for old, _ in self.findings.renamed if "/" not in old})
+        olds = {old for old, _ in self.findings.renamed}
         for path, content in self.after.items():
             text = content.decode(errors="replace")
-            if not pattern.search(text):
+            if olds.isdisjoint(words(text)):
                 continue
             if path in files:
                 strings = list(_strings(files[path].tree))
@@ -169,7 +169,7 @@ class _Comparison:
             else:
                 continue
             for line, string in strings:
-                for name in sorted(set(pattern.findall(string))):
+                for name in sorted(olds & words(string)):
                     reason = "word of a text" if _is_word(name, string) else "string"
                     notice = Notice(path, line, f"{reason} with the old name {name}", fragment(repr(string)))
                     self.findings.notices.add(notice)

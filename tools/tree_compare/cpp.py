@@ -231,6 +231,8 @@ def _is_local(file: CppFile, unit: int, name: str, global_names: set[str]) -> bo
     for index, token in enumerate(file.tokens):
         if file.units.of[index] == unit and token.text == name and 0 < index < len(file.tokens) - 1:
             previous, following = file.tokens[index - 1], file.tokens[index + 1]
+            if previous.text == "&" and file.tokens[index - 2].text in ("(", ",", "=", "return"):
+                continue  # the address of a function
             is_type = (
                 previous.text not in NO_TYPES if previous.kind == "name" else previous.text in (">", "*", "&", "&&")
             )

@@ -47,6 +47,8 @@ class Findings:
     notices: set[Notice] = field(default_factory=set)
     renamed: set[tuple[str, str]] = field(default_factory=set)
     """Names outside of functions that differ, as (old, new)."""
+    num_moved: int = 0
+    """Number of files that a rename of a module or folder has moved."""
     num_local: int = 0
     """Number of local names that differ."""
     _seen: set[tuple[str, str, str, str]] = field(default_factory=set)

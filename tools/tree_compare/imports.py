@@ -34,7 +34,8 @@ class Entry:
 def entries(block: list[Import]) -> Iterator[Entry]:
     for node in block:
         for alias in node.names:
-            bound, has_alias = bound_name(node, alias), alias.asname is not None
+            bound = bound_name(node, alias)
+            has_alias = alias.asname is not None and alias.asname != alias.name
             if isinstance(node, ast.Import):
                 yield Entry(alias.name, 0, "", has_alias, bound, node.lineno)
             else:
@@ -51,8 +52,11 @@ def pair_imports(
 
     def is_renamed(one: Entry, other: Entry) -> bool:
         olds, news = f"{one.module}.{one.name}".split("."), f"{other.module}.{other.name}".split(".")
+        # A name that becomes its alias needs none.
+        is_bound_alike = one.has_alias == other.has_alias or one.bound == other.bound
         return (
-            (one.level, one.has_alias, bool(one.name)) == (other.level, other.has_alias, bool(other.name))
+            is_bound_alike
+            and (one.level, bool(one.name)) == (other.level, bool(other.name))
             and len(olds) == len(news)
             and all(old == new or table.explains(old, new) for old, new in zip(olds, news, strict=True))
         )

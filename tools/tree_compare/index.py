@@ -33,6 +33,8 @@ class Use:
     text: str
     owner: str
     """The name before the dot, or the last name of the called function. Empty for other expressions."""
+    root: str = ""
+    """The name at the beginning of the expression, such as `a` of `a.b.c`."""
     is_keyword: bool = False
 
 
@@ -101,7 +103,7 @@ class _Indexer(ast.NodeVisitor):
             self.classes[-1].names.setdefault(node.attr, node.lineno)
         else:
             text = f"{owner or '...'}.{node.attr}"
-            self.index.uses.append(Use(node.attr, node.lineno, text, owner))
+            self.index.uses.append(Use(node.attr, node.lineno, text, owner, _root(node)))
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -110,7 +112,8 @@ class _Indexer(ast.NodeVisitor):
             owner = last_name(node.args[0])
         for keyword in node.keywords:
             name = keyword.arg or "**"
-            self.index.uses.append(Use(name, keyword.value.lineno, f"{owner}({name}=)", owner, is_keyword=True))
+            text = f"{owner}({name}=)"
+            self.index.uses.append(Use(name, keyword.value.lineno, text, owner, _root(node.func), is_keyword=True))
         self.generic_visit(node)
 
     def visit_MatchClass(self, node: ast.MatchClass) -> None:
@@ -126,6 +129,12 @@ class _Indexer(ast.NodeVisitor):
             self.index.imports.append((module, name, bound_name(node, alias), node.lineno))
 
     visit_Import = visit_ImportFrom = _visit_import
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def self_name(node: Function, *, is_method: bool) -> str:

@@ -240,9 +240,9 @@ class PythonComparison:
             self._name(one.bound, other.bound, before, ast.Name(other.bound, lineno=other.line))
 
     def _assignment(self, before: ast.Assign, after: ast.Assign) -> None:
-        is_public_names = [last_name(target) for target in before.targets] == ["__all__"]
+        is_list_of_names = [last_name(target) for target in before.targets] in (["__all__"], ["__slots__"])
         value = after.value
-        if is_public_names and isinstance(before.value, ast.List | ast.Tuple) and type(before.value) is type(value):
+        if is_list_of_names and isinstance(before.value, ast.List | ast.Tuple) and type(before.value) is type(value):
             self._list(before.targets, after.targets, before, after)
             self._unordered(before.value, value)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -52,19 +52,19 @@ class Rename:
         """Whether the row is about a definition in the file at `path`. Either path may leave out leading folders."""
         return not self.file or f"/{path}".endswith(f"/{self.file}") or f"/{self.file}".endswith(f"/{path}")
 
-    def moved(self, path: str) -> str:
-        """Return the path that the file at `path` has after the rename of this module or package."""
+    def move(self, paths: Iterable[str]) -> tuple[str, str] | None:
+        """Return (old path, new path) of the file or folder that this row renames. `None` if `paths` lack it."""
         old, new = self.old.rpartition(".")[2], self.new.rpartition(".")[2]
-        parts = list(PurePosixPath(path).parts)
-        target = PurePosixPath(self.file)
-        if target.stem == old and target.suffix:
-            return str(PurePosixPath(path).with_stem(new)) if self.is_in(path) else path
-        folders = list(target.parts)
-        while folders and folders[-1] != old:
-            folders.pop()
-        if folders and parts[: len(folders)] == folders:
-            parts[len(folders) - 1] = new
-        return str(PurePosixPath(*parts))
+        # `x/y.py` below several folders is most likely the shortest: that of the package, not of its tests.
+        path = min((path for path in paths if self.file and self.is_in(path)), key=len, default=None)
+        if path is None:
+            return None
+        target = PurePosixPath(path)
+        if target.name == "__init__.py":
+            target = target.parent
+        if target.stem != old:
+            return None
+        return str(target), str(target.with_name(new + target.suffix))
 
 
 class RenameTable:
@@ -96,12 +96,15 @@ class RenameTable:
         rows = self._by_pair.get((old, new), [])
         return any(path is None or row.is_in(path) for row in rows)
 
-    def move(self, path: str) -> str:
-        """Return the path that a file has after the renames of modules and packages."""
-        for row in self.rows:
-            if row.is_module and (moved := row.moved(path)) != path:
-                path = moved
-        return path
+    def moved(self, paths: Collection[str]) -> dict[str, str]:
+        """Return the path that each file has after the renames of modules and packages."""
+        moves = dict(filter(None, (row.move(paths) for row in self.rows if row.is_module)))
+        moved = {}
+        for path in paths:
+            parts = PurePosixPath(path).parts
+            names = [moves.get("/".join(parts[: depth + 1]), name) for depth, name in enumerate(parts)]
+            moved[path] = "/".join(name.rpartition("/")[2] for name in names)
+        return moved
 
     def explains_text(self, old: str, new: str) -> bool:
         """Whether renaming words of `old` gives `new`. Words of a list of names may change their order with it."""
@@ -137,15 +140,14 @@ class RenameTable:
         return None if all(old == news[index] for old, index in zip(olds, indexes, strict=True)) else indexes
 
 
-def whole_words(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for whole words that are one of `names`, also written with hyphens."""
-    words = {form for name in names for form in (name, name.replace("_", "-"))}
-    longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-    return re.compile(rf"(?<![\w-])(?:{'|'.join(longest_first)})(?![\w-])" if words else "(?!)")
+def words(text: str) -> set[str]:
+    """Return the names that are whole words of a text, also those written with hyphens."""
+    return {word.replace("-", "_") for word in _WORD.findall(text)}
 
 
 def _parse(row: dict[str, str], place: str) -> Rename:
-    kind, old, new = row["kind"].strip().lower(), row["old"], row["new"]
+    kind = row["kind"].strip().lower()
+    old, new = (row[column].replace("::", ".") for column in ("old", "new"))
     if kind in MODULE_KINDS:
         old, new = (name.strip().removesuffix(".py").strip("/").replace("/", ".") for name in (old, new))
     if _DOTTED.fullmatch(old.strip(" -")) and _DOTTED.fullmatch(new.strip(" -")):

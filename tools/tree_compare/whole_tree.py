@@ -67,21 +67,25 @@ class Tree:
     def missing(self) -> Iterator[tuple[str, int, str, str]]:
         """Yield (path, line, module, name) of each use of a name that a module of the tree does not define."""
         for path, file in self.files.items():
-            modules: dict[str, str] = {}
+            modules: dict[str, set[str | None]] = defaultdict(set)
             for module, name, bound, line in file.imports:
                 found = self.find_module(module, path)
                 if found is None:
                     yield path, line, module, ""
-                    continue
-                if name and not self.defines(found, name):
+                elif name and not self.defines(found, name):
                     yield path, line, module, name
-                inner = self.find_module(f"{module.rstrip('.')}.{name}" if name else module, path)
-                if inner is not None and (name or "." not in module):
-                    modules[bound] = inner
+                inner = f"{module.rstrip('.')}.{name}" if name else module
+                modules[bound].add(self.find_module(inner, path) if name or "." not in module else None)
             for use in file.uses:
-                module_path = modules.get(use.owner)
-                if module_path and not use.is_keyword and not self.defines(module_path, use.name):
+                # Functions of one file may import several modules by one name.
+                found = next(iter(modules[use.owner])) if len(modules.get(use.owner, ())) == 1 else None
+                if found and not use.is_keyword and not self.defines(found, use.name):
                     yield path, use.line, use.owner, use.name
+
+    def libraries(self, path: str) -> set[str]:
+        """Return the names that a file imports from outside of the tree."""
+        imports = self.files[path].imports
+        return {bound for module, _, bound, _ in imports if self.find_module(module, path) is None}
 
     def find_base(self, record: ClassIndex, base: str) -> ClassIndex | None:
         """Return the class that `base` names in the file of `record`, if that is certain."""
@@ -170,23 +174,25 @@ def check_uses(before: Tree, after: Tree, pairs: Iterable[ClassPairs], findings:
     renamed = attributes | {old for old, _ in findings.renamed}
     doubtful: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, file in after.files.items():
+        libraries = after.libraries(path)
         for use in file.uses:
-            if use.name not in renamed:
+            if use.name not in renamed or use.root in libraries:
                 continue
-            if use.is_keyword:
-                if _lost_keyword(use.owner, use.name, before, after, findings):
-                    reason = f"{use.owner} takes no {use.name} any more"
-                    findings.refuse(Difference(path, 0, use.line, "", use.text, reason))
-            elif use.name in attributes:
-                if use.name in after.attributes or use.name in external_names():
-                    doubtful[use.name].append((path, use.line))
-                else:
-                    reason = f"{use.name} was renamed, and nothing else has this name"
-                    findings.refuse(Difference(path, 0, use.line, "", use.text, reason))
+            if use.is_keyword and _lost_keyword(use.owner, use.name, before, after, findings):
+                reason, is_certain = f"{use.owner} takes no {use.name} any more", not hasattr(dict, use.owner)
+            elif not use.is_keyword and use.name in attributes:
+                reason = f"{use.name} was renamed, and nothing else has this name"
+                is_certain = use.name not in after.attributes and use.name not in external_names()
+            else:
+                continue
+            if is_certain:
+                findings.refuse(Difference(path, 0, use.line, "", use.text, reason))
+            else:
+                doubtful[use.name].append((path, use.line))
     for name, places in doubtful.items():
         more = [f"{path}:{line}" for path, line in places[1:MAX_PLACES]]
         more += [f"{len(places) - MAX_PLACES} more"] if len(places) > MAX_PLACES else []
-        reason = "attribute with a renamed name that others still have"
+        reason = "attribute or keyword with a renamed name that others still have"
         findings.notices.add(Notice(*places[0], reason, ", ".join([name, *more])))
 
 

@@ -1,36 +1,36 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
 from meseta.checkpoint.compacting import compact
-from meseta.checkpoint.difference import Difference, compare
+from meseta.checkpoint.difference import CheckpointDifference, compare
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
-from meseta.checkpoint.files.rate import WriteRate
-from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
-from meseta.checkpoint.loading import Loaded, load, verify
-from meseta.checkpoint.older import offer_older
+from meseta.checkpoint.fallback import fallback_checkpoint_error
+from meseta.checkpoint.files.rate_limit import WriteRateLimiter
+from meseta.checkpoint.listing import CheckpointSummary, find_checkpoint, list_checkpoints, summarize
+from meseta.checkpoint.loading import LoadedCheckpoint, load, verify
 from meseta.checkpoint.options import SaveOptions
 from meseta.checkpoint.saving import save
 from meseta.checkpoint.store.mirror import Mirror, fetch
-from meseta.checkpoint.store.store import latest, newest, prune
+from meseta.checkpoint.store.store import latest_complete, newest, prune
 
 __all__ = [
+    "CheckpointDifference",
+    "CheckpointSummary",
     "DamagedCheckpoint",
-    "Difference",
-    "Loaded",
+    "LoadedCheckpoint",
     "Mirror",
     "SaveOptions",
-    "Summary",
-    "WriteRate",
+    "WriteRateLimiter",
     "compact",
     "compare",
     "export",
+    "fallback_checkpoint_error",
     "fetch",
     "find_checkpoint",
-    "latest",
+    "latest_complete",
     "list_checkpoints",
     "load",
     "newest",
-    "offer_older",
     "prune",
     "save",
     "summarize",

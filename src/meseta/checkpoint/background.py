@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from meseta.checkpoint.failures import together
+from meseta.checkpoint.failures import run_on_all_ranks
 from meseta.checkpoint.saving import save
 from meseta.checkpoint.store.store import CheckpointStore
 from meseta.comm import World
+from meseta.machine.kernel import lower_priority
 from meseta.machine.remote import Location
-from meseta.machine.system import give_way
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.storage import SelectedRows, TableStorage
 
 
-class BackgroundSave:
+class BackgroundSaver:
     """Saves of one run, one at a time, each from a copy; every rank has one and calls it alike.
 
     The copies take as much memory as what is saved of this rank's tables and states, and are kept for the next save.
@@ -28,13 +28,13 @@ class BackgroundSave:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._apart: World | None = None
+        self._save_world: World | None = None
         self._copies: Sequence[TableStorage | SelectedRows] = ()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the last save met an error here, which `wait` raises."""
         return self._error is not None
 
@@ -45,30 +45,30 @@ class BackgroundSave:
         shards: Sequence[TableStorage],
         dense: Mapping[str, Tensor],
         rows: Sequence[RowSet] | None = None,
-        then: Callable[[World], object],
+        on_saved: Callable[[World], object],
         **known: Any,
     ) -> None:
         """Copy `shards`, or of each these `rows`, and `dense`, then call `save` with them and what else it takes (step,
-        plan, state), and `then` with the ranks that saved, in a thread. Collective; waits for the save before, and
+        plan, state), and `on_saved` with the ranks that saved, in a thread. Collective; waits for the save before, and
         raises what that one met.
         """
         self.wait()
-        if self._apart is None:
-            self._apart = self._world.apart()
-        self._copies = together(self._world, lambda: copied(shards, rows, self._copies))
+        if self._save_world is None:
+            self._save_world = self._world.new_background_world()
+        self._copies = run_on_all_ranks(self._world, lambda: copy_shards(shards, rows, self._copies))
         frozen = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
-        apart = self._apart
+        apart = self._save_world
 
         def run() -> None:
-            give_way()
+            lower_priority()
             try:
                 save(parent, world=apart, shards=self._copies, dense=frozen, **known)
-                then(apart)
+                on_saved(apart)
             except Exception as error:
                 self._error = error
             finally:
                 for copy in self._copies:
-                    copy.end_reading()
+                    copy.close()
 
         self._thread = threading.Thread(target=run, name="meseta-save", daemon=True)
         self._thread.start()
@@ -77,7 +77,7 @@ class BackgroundSave:
         """Until no save is on its way; raises, on all ranks, what the last one met. Collective."""
         self.join()
         error, self._error = self._error, None
-        self._world.raise_together(error)
+        self._world.raise_on_all_ranks(error)
 
     def join(self) -> None:
         """Until this rank's part of the save is over; raises nothing, and is not collective."""
@@ -86,7 +86,7 @@ class BackgroundSave:
             self._thread = None
 
 
-def copied(
+def copy_shards(
     shards: Sequence[TableStorage],
     rows: Sequence[RowSet] | None,
     former: Sequence[TableStorage | SelectedRows] = (),
@@ -97,22 +97,22 @@ def copied(
         for number, piece in enumerate(shards):
             reuse = former[number] if former else None
             if rows is None:
-                copies.append(piece.freeze(reuse=reuse if isinstance(reuse, TableStorage) else None))
+                copies.append(piece.snapshot(reuse=reuse if isinstance(reuse, TableStorage) else None))
             else:
                 copies.append(piece.select(rows[number], reuse=reuse if isinstance(reuse, SelectedRows) else None))
     except Exception:
         for copy in copies:
-            copy.end_reading()
+            copy.close()
         raise
     return copies
 
 
-def selected_in_place(
+def select_in_place(
     shards: Sequence[TableStorage], rows: Sequence[RowSet], held: ExitStack
 ) -> list[TableStorage | SelectedRows]:
     """Some rows of each piece, to be read while nothing changes them; `held` ends the reading."""
     pieces: list[TableStorage | SelectedRows] = []
     for piece, of_piece in zip(shards, rows, strict=True):
         pieces.append(piece.select_in_place(of_piece))
-        held.callback(pieces[-1].end_reading)
+        held.callback(pieces[-1].close)
     return pieces

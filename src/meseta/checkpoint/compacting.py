@@ -7,19 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from meseta.checkpoint.failures import reading
+from meseta.checkpoint.failures import wrap_read_errors
 from meseta.checkpoint.files.block import sync_block, write_block
-from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
+from meseta.checkpoint.files.chain import FileEntry, group_files_by_block, read_chain
+from meseta.checkpoint.files.direct_io import copy_file
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import block_path, table_folder
-from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, made_whole, read_manifest
+from meseta.checkpoint.manifest import PREFETCHED, full_manifest, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import CheckpointStore, store_at
-from meseta.machine.remote import Location, locate, location_exists
+from meseta.checkpoint.store.store import CheckpointStore, make_store
+from meseta.machine.remote import Location, location_exists, to_location
 from meseta.spec import MesetaError
-from meseta.spec.blocks import CHAIN_READERS
+from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS
 
 
 def compact(
@@ -31,36 +31,36 @@ def compact(
     Raises MesetaError where there is one of that step already, where a file of `path` is damaged or cannot be read, and
     on a full disk; then nothing stays.
     """
-    path, store = locate(path), store_at(out)
+    path, store = to_location(path), make_store(out)
     manifest = read_manifest(path)
     place = checkpoint_path(store.parent, manifest["step"])
-    with reading(place):
+    with wrap_read_errors(place):
         if location_exists(place):
             raise MesetaError(f"checkpoint {str(place)!r} exists; give another folder")
     try:
-        with store.alone():
-            return _write(path, store, manifest, on_rows)
+        with store.lock():
+            return _write_full_checkpoint(path, store, manifest, on_rows)
     except OSError as error:
         reason = error.strerror or error
         raise MesetaError(f"checkpoint {str(store.parent)!r}: {reason}; make room there") from None
 
 
-def _write(
+def _write_full_checkpoint(
     path: Location, store: CheckpointStore, manifest: dict[str, Any], on_rows: Callable[[int], object]
 ) -> Location:
     """All files of the whole one, and the commit."""
-    growing = store.growing(manifest["step"])
+    growing = store.staging_path(manifest["step"])
     try:
         store.begin(manifest["step"], [table_folder(name) for name in manifest["tables"]])
         tables = {name: _write_table(path, growing, name, t, on_rows) for name, t in manifest["tables"].items()}
-        for key in ("dense", CARRIED):
+        for key in ("dense", PREFETCHED):
             if key in manifest:
                 read_tensors(path, manifest[key])
                 inner = manifest[key]["path"]
-                copy_whole(path / inner, growing / inner, manifest[key]["num_bytes"])
-        whole: Location = store.commit(growing, made_whole(manifest, tables))
+                copy_file(path / inner, growing / inner, manifest[key]["num_bytes"])
+        whole: Location = store.commit(growing, full_manifest(manifest, tables))
     except BaseException:
-        store.give_up(growing)
+        store.abort(growing)
         raise
     return whole
 
@@ -71,14 +71,14 @@ def _write_table(
     """Its blocks, each in one file; its entry in the manifest of a whole checkpoint."""
     schema = BlockSchema.from_dict(table)
 
-    def write(files: list[Entry]) -> dict[str, Any]:
+    def write(files: list[FileEntry]) -> dict[str, Any]:
         first = files[0]["first_row"]
         values = read_chain(path, schema, files)
         entry = write_block(growing, block_path(name, first // table["block_rows"]), schema, first, values)
         on_rows(entry["num_rows"])
         return entry
 
-    with ThreadPoolExecutor(CHAIN_READERS) as pool:
-        blocks = list(pool.map(write, blocks_of(table)))
+    with ThreadPoolExecutor(NUM_PARALLEL_CHAIN_READS) as pool:
+        blocks = list(pool.map(write, group_files_by_block(table)))
         list(pool.map(partial(sync_block, growing), [entry["path"] for entry in blocks]))
     return {**table, "blocks": blocks}

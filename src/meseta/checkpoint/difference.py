@@ -12,25 +12,25 @@ from torch import Tensor
 
 from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.files.block import Values
-from meseta.checkpoint.files.chain import blocks_of, read_chain
-from meseta.checkpoint.files.digest import TABLE_SHAPE, identity
-from meseta.checkpoint.files.layout import BlockSchema, widened
+from meseta.checkpoint.files.chain import group_files_by_block, read_chain
+from meseta.checkpoint.files.digest import TABLE_SHAPE_KEYS, content_digest
+from meseta.checkpoint.files.layout import BlockSchema, widen_bfloat16
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, entries_of, read_manifest
-from meseta.machine.remote import Location, locate
+from meseta.checkpoint.manifest import PREFETCHED, file_entries, read_manifest
+from meseta.machine.remote import Location, to_location
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class CheckpointDifference:
     """One thing in which two checkpoints differ."""
 
     name: str
     """For example "table 'user_id'"."""
-    text: str
+    description: str
     """How."""
 
 
-def compare(first: Location | str, second: Location | str) -> Iterator[Difference]:
+def compare(first: Location | str, second: Location | str) -> Iterator[CheckpointDifference]:
     """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
 
     Blocks of the same files, by their checksums, are looked for, but not read; of the others, and of other tensors, it
@@ -38,20 +38,20 @@ def compare(first: Location | str, second: Location | str) -> Iterator[Differenc
     checked. Bits are compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is
     damaged.
     """
-    roots = locate(first), locate(second)
+    roots = to_location(first), to_location(second)
     manifests = read_manifest(roots[0]), read_manifest(roots[1])
     for root, manifest in zip(roots, manifests, strict=True):
-        check_files(root, entries_of(manifest))
+        check_files(root, file_entries(manifest))
     tables = manifests[0]["tables"], manifests[1]["tables"]
     for name in sorted(set(tables[0]) | set(tables[1])):
         entries = tables[0].get(name), tables[1].get(name)
         label = f"table {name!r}"
         if entries[0] is None or entries[1] is None:
             there = roots[0] if entries[1] is None else roots[1]
-            yield Difference(name=label, text=f"is only in {str(there)!r}")
-        elif identity(entries[0]) != identity(entries[1]):
+            yield CheckpointDifference(name=label, description=f"is only in {str(there)!r}")
+        elif content_digest(entries[0]) != content_digest(entries[1]):
             yield from _compare_tables(label, roots, (entries[0], entries[1]))
-    for key in ("dense", CARRIED):
+    for key in ("dense", PREFETCHED):
         sums = [manifest.get(key, {}).get("checksum") for manifest in manifests]
         if sums[0] != sums[1]:
             each = zip(roots, manifests, strict=True)
@@ -61,42 +61,44 @@ def compare(first: Location | str, second: Location | str) -> Iterator[Differenc
 
 def _compare_tables(
     label: str, roots: tuple[Location, Location], entries: tuple[Mapping[str, Any], Mapping[str, Any]]
-) -> Iterator[Difference]:
-    for field in TABLE_SHAPE:
+) -> Iterator[CheckpointDifference]:
+    for field in TABLE_SHAPE_KEYS:
         if entries[0][field] != entries[1][field]:
-            texts = [_columns(e[field]) if field == "columns" else str(e[field]) for e in entries]
-            yield Difference(name=label, text=f"{field}: {texts[0]}, and {texts[1]}")
-    if any(entries[0][field] != entries[1][field] for field in TABLE_SHAPE):
+            texts = [_describe_columns(e[field]) if field == "columns" else str(e[field]) for e in entries]
+            yield CheckpointDifference(name=label, description=f"{field}: {texts[0]}, and {texts[1]}")
+    if any(entries[0][field] != entries[1][field] for field in TABLE_SHAPE_KEYS):
         return
-    counts = {column["name"]: _Count() for column in entries[0]["columns"]}
+    counts = {column["name"]: _DifferenceCount() for column in entries[0]["columns"]}
     schema = BlockSchema.from_dict(entries[0])
-    for one, other in zip(blocks_of(entries[0]), blocks_of(entries[1]), strict=True):
+    for one, other in zip(group_files_by_block(entries[0]), group_files_by_block(entries[1]), strict=True):
         if [file["checksum"] for file in one] != [file["checksum"] for file in other]:
-            values = read_chain(roots[0], schema, one, keep=True)
-            _count(counts, schema, one[0]["first_row"], values, read_chain(roots[1], schema, other))
+            values = read_chain(roots[0], schema, one, copy=True)
+            _count_differences(counts, schema, one[0]["first_row"], values, read_chain(roots[1], schema, other))
     total = entries[0]["num_embeddings"]
     for name, count in counts.items():
         if count.num_different:
             what = "rows" if name == "row" else f"state {name!r}"
-            yield Difference(name=label, text=f"{what}: {count.text(total)}")
+            yield CheckpointDifference(name=label, description=f"{what}: {count.describe(total)}")
 
 
 @dataclass
-class _Count:
+class _DifferenceCount:
     """Rows that differ so far."""
 
     num_different: int = 0
-    first: int = -1
-    largest: float = 0.0
+    first_row: int = -1
+    max_difference: float = 0.0
 
-    def text(self, total: int) -> str:
+    def describe(self, total: int) -> str:
         return (
-            f"{self.num_different:,} of {total:,} differ, the first is row {self.first:,}; "
-            f"the largest difference is {self.largest:.3g}"
+            f"{self.num_different:,} of {total:,} differ, the first is row {self.first_row:,}; "
+            f"the largest difference is {self.max_difference:.3g}"
         )
 
 
-def _count(counts: Mapping[str, _Count], schema: BlockSchema, first_row: int, one: Values, other: Values) -> None:
+def _count_differences(
+    counts: Mapping[str, _DifferenceCount], schema: BlockSchema, first_row: int, one: Values, other: Values
+) -> None:
     """Add what two blocks of the same rows differ in."""
     for column in schema.columns:
         a, b = (
@@ -107,20 +109,23 @@ def _count(counts: Mapping[str, _Count], schema: BlockSchema, first_row: int, on
             continue
         count = counts[column.name]
         if not count.num_different:
-            count.first = first_row + int(rows[0])
+            count.first_row = first_row + int(rows[0])
         count.num_different += rows.size
-        count.largest = max(count.largest, _largest(_numbers(a[rows], column.dtype), _numbers(b[rows], column.dtype)))
+        count.max_difference = max(
+            count.max_difference,
+            _max_abs_difference(_to_float64(a[rows], column.dtype), _to_float64(b[rows], column.dtype)),
+        )
 
 
-def _numbers(stored: np.ndarray, dtype: str) -> np.ndarray:
+def _to_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
     """As float64; the stored bits of a bfloat16 are the upper half of a float32."""
     if dtype == "bfloat16":
-        stored = widened(stored)
+        stored = widen_bfloat16(stored)
     with np.errstate(invalid="ignore"):  # signalling NaNs among the bits
         return stored.astype(np.float64)
 
 
-def _largest(a: np.ndarray, b: np.ndarray) -> float:
+def _max_abs_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Largest absolute difference; inf where one is no number and the other is."""
     with np.errstate(invalid="ignore"):
         distance = np.abs(a - b)
@@ -131,29 +136,31 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float:
 
 def _compare_tensors(
     kind: str, roots: tuple[Location, Location], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
-) -> Iterator[Difference]:
+) -> Iterator[CheckpointDifference]:
     for name in sorted(set(one) | set(other)):
         label = f"{kind} tensor {name!r}"
         if name not in one or name not in other:
-            yield Difference(name=label, text=f"is only in {str(roots[0] if name in one else roots[1])!r}")
+            yield CheckpointDifference(
+                name=label, description=f"is only in {str(roots[0] if name in one else roots[1])!r}"
+            )
             continue
         a, b = one[name], other[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            yield Difference(name=label, text=f"is {_describe(a)}, and {_describe(b)}")
+            yield CheckpointDifference(name=label, description=f"is {_describe_tensor(a)}, and {_describe_tensor(b)}")
             continue
         flat = a.reshape(-1), b.reshape(-1)
         if torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8)):
             continue
         numbers = flat[0].double().numpy(), flat[1].double().numpy()
         same = (numbers[0] == numbers[1]) | (np.isnan(numbers[0]) & np.isnan(numbers[1]))
-        num_different, largest = int((~same).sum()), _largest(*numbers)
+        num_different, largest = int((~same).sum()), _max_abs_difference(*numbers)
         text = f"{num_different:,} of {a.numel():,} elements differ; the largest difference is {largest:.3g}"
-        yield Difference(name=label, text=text)
+        yield CheckpointDifference(name=label, description=text)
 
 
-def _describe(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _columns(columns: list[Mapping[str, str]]) -> str:
+def _describe_columns(columns: list[Mapping[str, str]]) -> str:
     return ", ".join(f"{c['name']} {c['dtype']} per {c['kind']}" for c in columns)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.files.chain import room
+from meseta.checkpoint.files.chain import allocate_transient
 from meseta.checkpoint.files.layout import ID, BlockSchema, Column, TableLayout
 from meseta.comm import World
 from meseta.ops.memory import empty
@@ -30,7 +30,7 @@ ID_COLUMN = Column(name=ID, kind="row", dtype="uint32")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """What one shard gives to one block: its columns of the rows first..last-1, or of those that are selected, and
     their state."""
 
@@ -39,7 +39,7 @@ class Piece:
     schema: BlockSchema
     num_rows: int
     """Of them."""
-    block: int | None = None
+    block_start: int | None = None
     """Where rows are selected, the first row of the block, from which ids count."""
 
     @property
@@ -55,10 +55,10 @@ class Piece:
         """
         rows = self.num_rows
         found: list[tuple[Column, tuple[int, ...], int]] = []
-        for column in (*([] if self.block is None else [ID_COLUMN]), *self.schema.columns):
+        for column in (*([] if self.block_start is None else [ID_COLUMN]), *self.schema.columns):
             if column.kind == "element" or self.shard.columns[0] == 0:
                 shape: tuple[int, ...] = (rows, self.shard.num_columns) if column.kind == "element" else (rows,)
-                found.append((column, shape, -(-np.dtype(column.stored).itemsize * math.prod(shape) // 8) * 8))
+                found.append((column, shape, -(-np.dtype(column.stored_dtype).itemsize * math.prod(shape) // 8) * 8))
         return tuple(found)
 
     @cached_property
@@ -68,25 +68,25 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Job:
+class BlockJob:
     """One block to be written, or the selected rows of one, and the pieces that it is made of, ordered by sender."""
 
     layout: TableLayout
     rows: tuple[int, int]
     writer: int
     """The rank that writes it. Its own pieces are not sent: it reads them where they lie."""
-    pieces: tuple[Piece, ...]
+    slices: tuple[ShardSlice, ...]
     num_rows: int
     """That are written of the block."""
 
     @staticmethod
-    def of(
+    def from_plan(
         layout: TableLayout,
         rows: tuple[int, int],
         writer: int,
         plan: TablePlan,
         selected: SelectedCounts | None = None,
-    ) -> Job:
+    ) -> BlockJob:
         """The block of these rows when the table lies as `plan` says. A block of which all rows are selected is one
         like any other. Raises MesetaError where shards of the same rows have selected other numbers of them."""
         counts: dict[tuple[int, int], int] = {}
@@ -103,34 +103,34 @@ class Job:
                     "(deltas 'none')"
                 )
             if num_rows:
-                pieces.append(Piece(shard=shard, rows=overlap, schema=layout.schema, num_rows=num_rows))
+                pieces.append(ShardSlice(shard=shard, rows=overlap, schema=layout.schema, num_rows=num_rows))
         total = sum(counts.values())
         if total < rows[1] - rows[0]:
-            pieces = [replace(piece, block=rows[0]) for piece in pieces]
+            pieces = [replace(piece, block_start=rows[0]) for piece in pieces]
         by_sender = tuple(sorted(pieces, key=lambda piece: piece.sender))
-        return Job(layout=layout, rows=rows, writer=writer, pieces=by_sender, num_rows=total)
+        return BlockJob(layout=layout, rows=rows, writer=writer, slices=by_sender, num_rows=total)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether all rows of the block are written."""
         return self.num_rows == self.rows[1] - self.rows[0]
 
-    def sent_by(self, rank: int) -> list[Piece]:
+    def slices_sent_by(self, rank: int) -> list[ShardSlice]:
         """Pieces that travel from this rank to the writer."""
-        return [piece for piece in self.pieces if piece.sender == rank != self.writer]
+        return [piece for piece in self.slices if piece.sender == rank != self.writer]
 
 
-def rounds(jobs: Sequence[Job], limit_bytes: int) -> list[list[Job]]:
+def group_into_rounds(jobs: Sequence[BlockJob], limit_bytes: int) -> list[list[BlockJob]]:
     """Consecutive jobs that are exchanged at once, ordered by writer: as many as have no more than `limit_bytes` for
     each writer and from each sender, at least one. A model of thousands of small tables would else wait for the ranks
     at every table.
     """
-    found: list[list[Job]] = []
+    found: list[list[BlockJob]] = []
     written, sent = Counter[int](), Counter[int]()
     for job in jobs:
-        size = sum(piece.num_bytes for piece in job.pieces)
+        size = sum(piece.num_bytes for piece in job.slices)
         sends = Counter[int]()
-        for piece in job.pieces:
+        for piece in job.slices:
             sends[piece.sender] += piece.num_bytes if piece.sender != job.writer else 0
         is_full = written[job.writer] + size > limit_bytes and written[job.writer] > 0
         if not found or is_full or any(sent[rank] and sent[rank] + sends[rank] > limit_bytes for rank in sends):
@@ -142,27 +142,30 @@ def rounds(jobs: Sequence[Job], limit_bytes: int) -> list[list[Job]]:
     return [sorted(together, key=lambda job: job.writer) for together in found]
 
 
-def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
+def pack(world: World, jobs: Sequence[BlockJob], local: LocalShards) -> Tensor:
     """[bytes] uint8 on the world's device: what this rank sends of all jobs, which are ordered by writer."""
-    pieces = [piece for job in jobs for piece in job.sent_by(world.rank)]
+    pieces = [piece for job in jobs for piece in job.slices_sent_by(world.rank)]
     buffer = empty((sum(piece.num_bytes for piece in pieces),), torch.uint8, world.device, keep=False)
     offset = 0
     for piece in pieces:
-        values = _held(local, piece)
-        for name, target in _columns_of(piece, buffer[offset : offset + piece.num_bytes]).items():
+        values = _read_local(local, piece)
+        for name, target in _column_views(piece, buffer[offset : offset + piece.num_bytes]).items():
             target.copy_(values[name])
         offset += piece.num_bytes
     return buffer
 
 
-def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Job, list[Tensor]]]:
+def exchange(world: World, jobs: Sequence[BlockJob], packed: Tensor) -> list[tuple[BlockJob, list[Tensor]]]:
     """The jobs of this rank, each with [bytes] uint8 on the CPU of every piece that other ranks send for it."""
     send_splits, receive_splits = [0] * world.size, [0] * world.size
     mine = [job for job in jobs if job.writer == world.rank]
     for job in jobs:
-        send_splits[job.writer] += sum(piece.num_bytes for piece in job.sent_by(world.rank))
+        send_splits[job.writer] += sum(piece.num_bytes for piece in job.slices_sent_by(world.rank))
     sent = [
-        (index, piece) for rank in range(world.size) for index, job in enumerate(mine) for piece in job.sent_by(rank)
+        (index, piece)
+        for rank in range(world.size)
+        for index, job in enumerate(mine)
+        for piece in job.slices_sent_by(rank)
     ]
     for _, piece in sent:
         receive_splits[piece.sender] += piece.num_bytes
@@ -174,19 +177,21 @@ def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Jo
     return list(zip(mine, parts, strict=True))
 
 
-def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str, np.ndarray]:
+def unpack(job: BlockJob, received: Sequence[Tensor], local: LocalShards) -> dict[str, np.ndarray]:
     """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece. Of a block of which not
     all rows are written, ids are among them."""
     schema = job.layout.schema
-    columns = schema.columns if job.is_whole else (ID_COLUMN, *schema.columns)
-    whole = len(job.pieces) == 1
-    values = {} if whole else {c.name: room(schema.shape(c, job.num_rows), c.stored) for c in columns}
+    columns = schema.columns if job.is_full else (ID_COLUMN, *schema.columns)
+    whole = len(job.slices) == 1
+    values = (
+        {} if whole else {c.name: allocate_transient(schema.shape(c, job.num_rows), c.stored_dtype) for c in columns}
+    )
     arrived = iter(received)
-    counts = sorted({piece.rows: piece.num_rows for piece in job.pieces}.items())
+    counts = sorted({piece.rows: piece.num_rows for piece in job.slices}.items())
     ends = dict(zip((span for span, _ in counts), accumulate(count for _, count in counts), strict=True))
-    for piece in job.pieces:
+    for piece in job.slices:
         rows = slice(ends[piece.rows] - piece.num_rows, ends[piece.rows])
-        parts = _held(local, piece) if piece.sender == job.writer else _columns_of(piece, next(arrived))
+        parts = _read_local(local, piece) if piece.sender == job.writer else _column_views(piece, next(arrived))
         for column, _, _ in piece.segments:
             part = parts[column.name].cpu().numpy()
             if whole:
@@ -198,27 +203,27 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     return values
 
 
-def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:
+def _read_local(local: LocalShards, piece: ShardSlice) -> dict[str, Tensor]:
     """A piece's rows by column, as this rank keeps them, in the types that files have."""
     first, storage = piece.shard.rows[0], local[piece.shard]
     begin, end = piece.rows[0] - first, piece.rows[1] - first
     values = {name: as_stored(value) for name, value in storage.read(begin, end).items()}
-    if piece.block is not None:
+    if piece.block_start is not None:
         assert isinstance(storage, SelectedRows)
-        values[ID] = (storage.rows.rows(begin, end) + (first - piece.block)).to(torch.uint32)
+        values[ID] = (storage.rows.rows(begin, end) + (first - piece.block_start)).to(torch.uint32)
     return values
 
 
-def _columns_of(piece: Piece, packed: Tensor) -> dict[str, Tensor]:
+def _column_views(piece: ShardSlice, packed: Tensor) -> dict[str, Tensor]:
     """Views of the columns of a piece in the bytes that travel."""
     columns, offset = {}, 0
     for column, shape, num_bytes in piece.segments:
-        columns[column.name] = _typed(packed[offset : offset + num_bytes], column, shape)
+        columns[column.name] = _view_as_column(packed[offset : offset + num_bytes], column, shape)
         offset += num_bytes
     return columns
 
 
-def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
+def _view_as_column(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
     """A view of bytes [n] as values [shape], leaving out the padding."""
-    dtype: torch.dtype = getattr(torch, column.stored)
+    dtype: torch.dtype = getattr(torch, column.stored_dtype)
     return segment[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)

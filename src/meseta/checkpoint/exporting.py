@@ -14,34 +14,34 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from meseta.checkpoint.exported import (
+from meseta.checkpoint.export_reader import (
     ARCHIVE_PATH,
     EXPORT_PATH,
     SAFETENSORS_TYPES,
-    Format,
-    array_name,
-    array_type,
+    ExportFormat,
+    array_dtype,
+    array_file_name,
     export_manifest,
 )
-from meseta.checkpoint.files.chain import blocks_of, read_chain
-from meseta.checkpoint.files.layout import BlockSchema, Column, widened
+from meseta.checkpoint.files.chain import group_files_by_block, read_chain
+from meseta.checkpoint.files.direct_io import copy_file
+from meseta.checkpoint.files.layout import BlockSchema, Column, widen_bfloat16
 from meseta.checkpoint.files.paths import table_folder
-from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
-from meseta.errors import shown
-from meseta.machine.files import inner_fault, whole_folder
-from meseta.machine.remote import Location, locate
-from meseta.spec import MesetaError, nearest
+from meseta.errors import format_value
+from meseta.machine.files import atomic_folder, invalid_relative_path_reason
+from meseta.machine.remote import Location, to_location
+from meseta.spec import MesetaError, suggest
 from meseta.storage import ROW
 
-FORMATS: tuple[Format, ...] = get_args(Format)
+EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 
 
 def export(
     path: Location | str,
     out: Path | str,
-    form: Format,
+    form: ExportFormat,
     *,
     tables: Sequence[str] = ("*",),
     states: bool = False,
@@ -56,12 +56,12 @@ def export(
     The folder appears by one rename when all is written and checked; returns its files.
     Raises MesetaError for a folder that exists, a pattern that matches nothing, and a damaged checkpoint.
     """
-    path, out = locate(path), Path(out)
+    path, out = to_location(path), Path(out)
     manifest = read_manifest(path)
-    names = _select(path, manifest["tables"], tables)
+    names = _select_tables(path, manifest["tables"], tables)
     if out.exists():
         raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         (folder / "tables").mkdir()
         for name in names:
             _export_table(path, manifest["tables"][name], folder / table_folder(name), form, states, on_rows)
@@ -70,34 +70,39 @@ def export(
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 
-def _select(path: Location, tables: Mapping[str, Any], patterns: Sequence[str]) -> list[str]:
+def _select_tables(path: Location, tables: Mapping[str, Any], patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in tables):
             raise MesetaError(
-                f"export: no table of checkpoint {str(path)!r} matches {pattern!r}; {nearest(pattern, sorted(tables))}"
+                f"export: no table of checkpoint {str(path)!r} matches {pattern!r}; {suggest(pattern, sorted(tables))}"
             )
     return [name for name in sorted(tables) if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _export_table(
-    root: Location, entry: Mapping[str, Any], stem: Path, form: Format, states: bool, on_rows: Callable[[int], None]
+    root: Location,
+    entry: Mapping[str, Any],
+    stem: Path,
+    form: ExportFormat,
+    states: bool,
+    on_rows: Callable[[int], None],
 ) -> None:
     schema = BlockSchema.from_dict(entry)
     columns = [column for column in schema.columns if states or column.name == ROW]
-    make = _safetensors_arrays if form == "safetensors" else _numpy_arrays
+    make = _create_safetensors_file if form == "safetensors" else _create_numpy_files
     with make(stem, schema, columns, entry["num_embeddings"]) as arrays:
-        for files in blocks_of(entry):
+        for files in group_files_by_block(entry):
             block, values = files[0], read_chain(root, schema, files)
             for column in columns:
                 stored = values[column.name]
                 if form == "numpy" and column.dtype == "bfloat16":
-                    stored = widened(stored)
-                arrays[column.name].put(block["first_row"], stored)
+                    stored = widen_bfloat16(stored)
+                arrays[column.name].write(block["first_row"], stored)
             on_rows(block["num_rows"])
 
 
 @dataclass(frozen=True)
-class _Array:
+class _ArrayFile:
     """The numbers of a column in a file, row after row. They are written, not mapped: where a disk is full, a write
     raises OSError, and a mapping ends the process."""
 
@@ -105,7 +110,7 @@ class _Array:
     offset: int
     """Bytes of the file before the first row."""
 
-    def put(self, first_row: int, values: np.ndarray) -> None:
+    def write(self, first_row: int, values: np.ndarray) -> None:
         """Write the rows from `first_row` on."""
         if values.size:
             self.file.seek(self.offset + first_row * (values.nbytes // len(values)))
@@ -113,33 +118,33 @@ class _Array:
 
 
 @contextmanager
-def _numpy_arrays(
+def _create_numpy_files(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
-) -> Iterator[dict[str, _Array]]:
+) -> Iterator[dict[str, _ArrayFile]]:
     """Files of numpy's own format."""
     stem.mkdir()
-    arrays: dict[str, _Array] = {}
+    arrays: dict[str, _ArrayFile] = {}
     with ExitStack() as files:
         for column in columns:
-            file = files.enter_context((stem / array_name(column.name)).open("wb"))
+            file = files.enter_context((stem / array_file_name(column.name)).open("wb"))
             shape = schema.shape(column, num_rows)
-            header = {"descr": array_type(column).str, "fortran_order": False, "shape": shape}
+            header = {"descr": array_dtype(column).str, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
-            arrays[column.name] = _Array(file, file.tell())
+            arrays[column.name] = _ArrayFile(file, file.tell())
         yield arrays
 
 
 @contextmanager
-def _safetensors_arrays(
+def _create_safetensors_file(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
-) -> Iterator[dict[str, _Array]]:
+) -> Iterator[dict[str, _ArrayFile]]:
     """One file, written here: the library writes tensors from memory alone. Its format is eight bytes with the length
     of a JSON header, the header, and the numbers."""
     header: dict[str, Any] = {}
     at = 0
     for column in columns:
         shape = schema.shape(column, num_rows)
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(column.stored).itemsize
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(column.stored_dtype).itemsize
         if column.dtype not in SAFETENSORS_TYPES:
             raise MesetaError(f"export: safetensors has no type {column.dtype}; export with --format numpy")
         header[column.name] = {
@@ -153,13 +158,13 @@ def _safetensors_arrays(
     with stem.with_name(f"{stem.name}.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
-        yield {column.name: _Array(file, start + header[column.name]["data_offsets"][0]) for column in columns}
+        yield {column.name: _ArrayFile(file, start + header[column.name]["data_offsets"][0]) for column in columns}
 
 
-def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: Format) -> None:
+def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: ExportFormat) -> None:
     tensors = read_tensors(root, entry)
     if form == "safetensors":
-        copy_whole(root / entry["path"], out / DENSE_PATH, entry["num_bytes"])
+        copy_file(root / entry["path"], out / DENSE_PATH, entry["num_bytes"])
         return
     arrays: dict[str, Any] = {
         name: (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
@@ -168,9 +173,11 @@ def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: For
     packed = io.BytesIO()  # into memory, since zipfile that meets a full disk tells of it once more when it is freed
     with ZipFile(packed, "w") as archive:  # np.savez takes no array of the name 'file'
         for name, array in arrays.items():
-            if fault := inner_fault(f"{name}.npy"):
+            if fault := invalid_relative_path_reason(f"{name}.npy"):
                 way_out = "export with --format safetensors"
-                raise MesetaError(f"export: dense tensor {shown(name)} names no file of an archive: {fault}; {way_out}")
+                raise MesetaError(
+                    f"export: dense tensor {format_value(name)} names no file of an archive: {fault}; {way_out}"
+                )
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
     (out / ARCHIVE_PATH).write_bytes(packed.getvalue())

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meseta.checkpoint.files.paths import split_path
-from meseta.checkpoint.retries import repeated
+from meseta.checkpoint.retries import retry
 from meseta.comm import World
 from meseta.errors import StorageError
-from meseta.machine.files import inside, is_read_failure
+from meseta.machine.files import is_read_failure, resolve_inside
 from meseta.machine.remote import Location, location_exists
 from meseta.spec import MesetaError
 
@@ -27,14 +27,14 @@ class DamagedCheckpoint(MesetaError):
     """Those of it that are known to be damaged or missing, beside its manifest."""
 
 
-def broken_file(path: Location, what: str) -> DamagedCheckpoint:
+def damaged_file_error(path: Location, what: str) -> DamagedCheckpoint:
     """The error that names a file and what is wrong with it."""
     problem = DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
     problem.files = frozenset([path])
     return problem
 
 
-def malformed(where: str, what: str) -> DamagedCheckpoint:
+def malformed_manifest_error(where: str, what: str) -> DamagedCheckpoint:
     """The error that names a manifest, or a part of it, and what it must not say."""
     return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
 
@@ -49,11 +49,11 @@ def read_error(path: Location, error: OSError) -> MesetaError:
         name = error.filename if isinstance(error.filename, str) else str(path)
         reason = error.strerror or str(error)
         return StorageError(f"checkpoint file {name!r} cannot be read ({reason}); run the command again once it can")
-    return broken_file(path, f"cannot be read ({error.strerror})")
+    return damaged_file_error(path, f"cannot be read ({error.strerror})")
 
 
 @contextmanager
-def reading(path: Location) -> Iterator[None]:
+def wrap_read_errors(path: Location) -> Iterator[None]:
     """Context manager that turns an OSError into `read_error`."""
     try:
         yield
@@ -61,65 +61,65 @@ def reading(path: Location) -> Iterator[None]:
         raise read_error(path, error) from None
 
 
-def read(root: Location | None, path: Location, action: Callable[[], T]) -> T:
+def read_with_retry(root: Location | None, path: Location, action: Callable[[], T]) -> T:
     """Return what `action` reads of `path`, a part of the checkpoint `root`; `None` for a folder of checkpoints.
 
-    A failed read is repeated inside `repeated_reads`. Raises what `read_error` returns.
+    A failed read is repeated inside `retry_reads`. Raises what `read_error` returns.
     """
 
     def attempt() -> T:
-        with reading(path):
+        with wrap_read_errors(path):
             return action()
 
-    return repeated(root, attempt)
+    return retry(root, attempt)
 
 
 def has_file(root: Location, name: str) -> bool:
     """Whether the checkpoint at `root` has a file of this name. Raises StorageError if that cannot be told."""
-    return read(root, root / name, lambda: location_exists(root / name))
+    return read_with_retry(root, root / name, lambda: location_exists(root / name))
 
 
-def file_of(root: Location, entry: Mapping[str, Any]) -> Location:
+def locate_file(root: Location, entry: Mapping[str, Any]) -> Location:
     """Where the file of an entry in a checked manifest is. Raises DamagedCheckpoint where it is missing, no regular
     file, led out of its checkpoint by a link, or of another size than the manifest says; StorageError where that cannot
     be told."""
     path = root / entry["path"]
     folder, inner = split_path(entry["path"])
     if not isinstance(root, Path) or not isinstance(path, Path):
-        found_bytes = read(root, path, path.num_bytes)
+        found_bytes = read_with_retry(root, path, path.num_bytes)
     else:
         holder = root
         if folder is not None:
-            holder = read(root, root, lambda: Path(os.path.realpath(root, strict=True))).parent / folder
+            holder = read_with_retry(root, root, lambda: Path(os.path.realpath(root, strict=True))).parent / folder
             path = holder / inner
-        found_bytes = read(root, path, lambda: inside(holder, inner).stat().st_size)
+        found_bytes = read_with_retry(root, path, lambda: resolve_inside(holder, inner).stat().st_size)
     _check_size(path, entry["num_bytes"], found_bytes)
     return path
 
 
 def check_files(root: Location, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Raise what `file_of` raises for any of the entries; at a URL, each folder is listed once."""
+    """Raise what `locate_file` raises for any of the entries; at a URL, each folder is listed once."""
     if isinstance(root, Path):
         for entry in entries:
-            file_of(root, entry)
+            locate_file(root, entry)
         return
     sizes: dict[str | None, dict[str, int]] = {}
     for entry in entries:
         folder, inner = split_path(entry["path"])
         if folder not in sizes:
             holder = root if folder is None else root.parent / folder
-            sizes[folder] = read(root, holder, holder.files)
+            sizes[folder] = read_with_retry(root, holder, holder.files)
         if inner not in sizes[folder]:
-            raise broken_file(root / entry["path"], "cannot be read (No such file)")
+            raise damaged_file_error(root / entry["path"], "cannot be read (No such file)")
         _check_size(root / entry["path"], entry["num_bytes"], sizes[folder][inner])
 
 
 def _check_size(path: Location, expected_bytes: int, found_bytes: int) -> None:
     if found_bytes != expected_bytes:
-        raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+        raise damaged_file_error(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
 
 
-def taken(path: Location) -> MesetaError:
+def concurrent_writer_error(path: Location) -> MesetaError:
     """The error of a file, or a checkpoint, at a URL, which is there, or has changed, while one of its name is
     written."""
     return MesetaError(
@@ -128,35 +128,36 @@ def taken(path: Location) -> MesetaError:
     )
 
 
-def check_known(checkpoints: Iterable[Location], known: Collection[str] | None) -> None:
-    """Raise MesetaError if a checkpoint has none of the `known` names: another run has saved it. `None` allows all."""
+def check_no_concurrent_saves(checkpoints: Iterable[Location], known_names: Collection[str] | None) -> None:
+    """Raise MesetaError if a checkpoint has none of the `known_names` names: another run has saved it. `None` allows
+    all."""
     for path in checkpoints:
-        if known is not None and path.name not in known:
-            raise taken(path)
+        if known_names is not None and path.name not in known_names:
+            raise concurrent_writer_error(path)
 
 
 def check_checksum(path: Location, expected: str, found: str) -> None:
     """Raise MesetaError when the content of a file has another digest than the manifest says."""
     if found != expected:
-        raise broken_file(path, f"must have the checksum {expected}, but its content has {found}")
+        raise damaged_file_error(path, f"must have the checksum {expected}, but its content has {found}")
 
 
 @contextmanager
-def writing(path: Location) -> Iterator[None]:
+def wrap_write_errors(path: Location) -> Iterator[None]:
     """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk, and where
     there is one at a URL."""
     try:
         yield
     except OSError as error:
         if isinstance(error, FileExistsError) and not isinstance(path, Path):
-            raise taken(path) from None
+            raise concurrent_writer_error(path) from None
         raise MesetaError(
             f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
             "make room there, keep fewer checkpoints, or choose another directory"
         ) from None
 
 
-def together(world: World, action: Callable[[], T]) -> T:
+def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """Run `action` on every rank; when it fails on any, raise MesetaError on all."""
     error: Exception | None = None
     try:
@@ -167,14 +168,14 @@ def together(world: World, action: Callable[[], T]) -> T:
     except Exception as caught:
         error = caught
     try:
-        world.raise_together(error)
+        world.raise_on_all_ranks(error)
     except DamagedCheckpoint as told:  # on all ranks alike
         own = error.files if isinstance(error, DamagedCheckpoint) else told.files
-        told.files = frozenset(file for files in world.gather_objects(own) for file in files)
+        told.files = frozenset(file for files in world.all_gather_object(own) for file in files)
         raise
     return result
 
 
-def on_first(world: World, action: Callable[[], object]) -> None:
+def run_on_rank_0(world: World, action: Callable[[], object]) -> None:
     """Run `action` on rank 0 alone; when it fails there, raise MesetaError on all ranks."""
-    together(world, action if world.rank == 0 else lambda: None)
+    run_on_all_ranks(world, action if world.rank == 0 else lambda: None)

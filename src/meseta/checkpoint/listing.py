@@ -6,14 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import check_files, has_file, read
-from meseta.checkpoint.files.chain import blocks_of
-from meseta.checkpoint.files.paths import step_of
-from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, QUANTISED, entries_of, own_entries, read_manifest
-from meseta.checkpoint.store.store import named, newest
-from meseta.config.load import checkpoints_of_run
+from meseta.checkpoint.failures import check_files, has_file, read_with_retry
+from meseta.checkpoint.files.chain import group_files_by_block
+from meseta.checkpoint.files.paths import entry_step
+from meseta.checkpoint.manifest import (
+    DELTAS,
+    MANIFEST_PATH,
+    PREFETCHED,
+    QUANTIZED,
+    file_entries,
+    own_file_entries,
+    read_manifest,
+)
+from meseta.checkpoint.store.store import list_candidates, newest
+from meseta.config.load import checkpoint_location
 from meseta.errors import StorageError
-from meseta.machine.remote import Location, changed_s, locate, location_is_folder
+from meseta.machine.remote import Location, location_is_folder, modification_time_s, to_location
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 
@@ -42,7 +50,7 @@ class TableSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class CheckpointSummary:
     """One checkpoint; nothing but its manifest and the sizes of its files was read."""
 
     path: Location
@@ -81,11 +89,11 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class CheckpointInfo:
     """One name in a folder of checkpoints."""
 
     path: Location
-    summary: Summary | None
+    summary: CheckpointSummary | None
     """None where the checkpoint is damaged or cannot be read."""
     problem: str
     """What is wrong with it; empty where nothing is known to be."""
@@ -93,36 +101,36 @@ class Listed:
     """False if a read failed, so that nobody knows whether the checkpoint is damaged."""
 
 
-def checkpoints_of(path: Location | str) -> Location:
+def find_checkpoint_folder(path: Location | str) -> Location:
     """The folder of checkpoints that `path` is or, as the directory of a run, has; raises MesetaError for neither."""
-    path = locate(path)
-    for folder in (path, checkpoints_of_run(path) if isinstance(path, Path) else path / "checkpoints"):
-        if named(folder):
+    path = to_location(path)
+    for folder in (path, checkpoint_location(path) if isinstance(path, Path) else path / "checkpoints"):
+        if list_candidates(folder):
             return folder
     if not isinstance(path, Path):
         raise MesetaError(f"checkpoint {str(path)!r} holds no checkpoint; check the URL")
-    what = "holds no checkpoint" if read(None, path, lambda: location_is_folder(path)) else "is no directory"
+    what = "holds no checkpoint" if read_with_retry(None, path, lambda: location_is_folder(path)) else "is no directory"
     raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
 
 
 def find_checkpoint(path: Location | str) -> Location:
     """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
-    path = locate(path)
+    path = to_location(path)
     if has_file(path, MANIFEST_PATH):
         return path
-    folder = checkpoints_of(path)
+    folder = find_checkpoint_folder(path)
     found = newest(folder)
     if found is None:
         raise MesetaError(f"checkpoint {str(folder)!r} holds no checkpoint; see `meseta checkpoint list`")
     return found
 
 
-def summarize(path: Location | str) -> Summary:
+def summarize(path: Location | str) -> CheckpointSummary:
     """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size;
     StorageError where that cannot be read."""
-    path = locate(path)
+    path = to_location(path)
     manifest = read_manifest(path)
-    check_files(path, entries_of(manifest))
+    check_files(path, file_entries(manifest))
     tables = [
         TableSummary(
             name=name,
@@ -131,39 +139,43 @@ def summarize(path: Location | str) -> Summary:
             dtype=entry["dtype"],
             optimizer=entry["optimizer"]["name"],
             states=tuple(column["name"] for column in entry["columns"] if column["name"] != ROW),
-            num_blocks=len(blocks_of(entry)),
+            num_blocks=len(group_files_by_block(entry)),
             num_bytes=sum(file["num_bytes"] for file in entry["blocks"]),
-            row_error=manifest.get(QUANTISED, {}).get(name, {}).get(ROW, 0.0),
+            row_error=manifest.get(QUANTIZED, {}).get(name, {}).get(ROW, 0.0),
             checksum=entry.get("checksum"),
         )
         for name, entry in sorted(manifest["tables"].items())
     ]
-    return Summary(
+    return CheckpointSummary(
         path=path,
         step=manifest["step"],
-        saved_at_s=read(path, path / MANIFEST_PATH, lambda: changed_s(path / MANIFEST_PATH)),
+        saved_at_s=read_with_retry(path, path / MANIFEST_PATH, lambda: modification_time_s(path / MANIFEST_PATH)),
         num_ranks=manifest["plan"]["num_ranks"],
         tables=tuple(tables),
         dense_bytes=manifest["dense"]["num_bytes"],
-        carried_bytes=manifest[CARRIED]["num_bytes"] if CARRIED in manifest else 0,
+        carried_bytes=manifest[PREFETCHED]["num_bytes"] if PREFETCHED in manifest else 0,
         reader=manifest["reader"],
         checksum=manifest.get("checksum"),
         chain=manifest.get("chain"),
         policy=manifest[DELTAS]["policy"] if DELTAS in manifest else None,
-        own_bytes=sum(entry["num_bytes"] for entry in own_entries(manifest)),
-        needs=tuple(sorted({step_of(entry, manifest["step"]) for entry in entries_of(manifest)} - {manifest["step"]})),
-        longest_chain=max((len(b) for table in manifest["tables"].values() for b in blocks_of(table)), default=1),
+        own_bytes=sum(entry["num_bytes"] for entry in own_file_entries(manifest)),
+        needs=tuple(
+            sorted({entry_step(entry, manifest["step"]) for entry in file_entries(manifest)} - {manifest["step"]})
+        ),
+        longest_chain=max(
+            (len(b) for table in manifest["tables"].values() for b in group_files_by_block(table)), default=1
+        ),
     )
 
 
-def list_checkpoints(path: Location | str) -> list[Listed]:
+def list_checkpoints(path: Location | str) -> list[CheckpointInfo]:
     """All checkpoints of a run or folder, the oldest first, with those that are damaged or cannot be read. Raises
     MesetaError for another path, and StorageError where the folder itself cannot be read."""
     found = []
-    for inner in named(checkpoints_of(path)):
+    for inner in list_candidates(find_checkpoint_folder(path)):
         try:
-            found.append(Listed(path=inner, summary=summarize(inner), problem=""))
+            found.append(CheckpointInfo(path=inner, summary=summarize(inner), problem=""))
         except MesetaError as error:
             is_readable = not isinstance(error, StorageError)
-            found.append(Listed(path=inner, summary=None, problem=str(error), is_readable=is_readable))
+            found.append(CheckpointInfo(path=inner, summary=None, problem=str(error), is_readable=is_readable))
     return found

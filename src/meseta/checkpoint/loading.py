@@ -12,42 +12,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import has_file, read, together
+from meseta.checkpoint.failures import has_file, read_with_retry, run_on_all_ranks
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
-from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
+from meseta.checkpoint.files.chain import FileEntry, group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
-from meseta.checkpoint.files.paths import is_block_path, step_of
+from meseta.checkpoint.files.paths import entry_step, is_block_path
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
-from meseta.checkpoint.store.store import latest
+from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, full_step, read_manifest
+from meseta.checkpoint.store.store import latest_complete
 from meseta.comm import World
-from meseta.machine.remote import Location, locate, location_is_folder
-from meseta.machine.system import give_back_freed_memory
-from meseta.machine.waits.activity import activity
+from meseta.machine.kernel import trim_heap
+from meseta.machine.remote import Location, location_is_folder, to_location
+from meseta.machine.waits.activity import track_activity
 from meseta.ops.row_marks import Consumer
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import MesetaError
-from meseta.spec.blocks import CHAIN_READERS, READERS
+from meseta.spec.checkpoint_blocks import NUM_PARALLEL_CHAIN_READS, NUM_PARALLEL_READS
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW, TableStorage
 
-FillJob = tuple[BlockSchema, list[Entry], bool, list[TableStorage]]
+FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
 """Columns of a block, its files, oldest first, whether all its rows have changed since the last whole checkpoint, and
 the shards that it fills."""
-Changed = list[tuple[TableStorage, Tensor]]
+ChangedRowsByShard = list[tuple[TableStorage, Tensor]]
 """Rows of a block, ascending, that have changed since the last whole checkpoint, by shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """What a checkpoint holds beside the tables."""
 
     step: int
     """Steps that were trained."""
     dense: dict[str, Tensor]
     """Dense tensors by name, on the CPU."""
-    carried: dict[str, Tensor] | None
+    prefetched_embeddings: dict[str, Tensor] | None
     """Answers to the batch to come, likewise; None where it has none."""
     state: dict[str, Any]
     """What the trainer gave to `save`, as JSON gives it back (tuples are lists, keys are strings)."""
@@ -56,35 +56,39 @@ class Loaded:
 
 
 def load(
-    path: Location | str, *, world: World, shards: Sequence[TableStorage], marks_since_whole: bool = False
-) -> Loaded:
+    path: Location | str, *, world: World, shards: Sequence[TableStorage], mark_changes_since_full: bool = False
+) -> LoadedCheckpoint:
     """Fill `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
 
     Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
     Together the ranks must hold pieces of exactly the tables of the checkpoint. The constants of the row optimizer
     (learning rate, eps ...) may differ from those saved; its name, and so its state, may not. For the consumer
-    'checkpoints' no row is marked as changed then; with `marks_since_whole` those are that have changed since the last
-    whole checkpoint, as this one says.
+    'checkpoints' no row is marked as changed then; with `mark_changes_since_full` those are that have changed since the
+    last whole checkpoint, as this one says.
 
     Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
     version, and tables that the model and the checkpoint do not share; StorageError where a file cannot be read. The
     shards may then be partly filled.
     """
-    path = locate(path)
-    with activity(f"loading {path.name}"):
-        return _load(path, world, shards, marks_since_whole)
+    path = to_location(path)
+    with track_activity(f"loading {path.name}"):
+        return _load(path, world, shards, mark_changes_since_full)
 
 
-def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_since_whole: bool) -> Loaded:
-    manifest = together(world, lambda: _find(path))
-    held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
-    together(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
-    dense = together(world, lambda: _fill(path, manifest, shards, marks_since_whole))
-    carried = together(world, lambda: read_tensors(path, manifest[CARRIED])) if CARRIED in manifest else None
+def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_since_whole: bool) -> LoadedCheckpoint:
+    manifest = run_on_all_ranks(world, lambda: _find_manifest(path))
+    held = {name for names in world.all_gather_object([piece.spec.name for piece in shards]) for name in names}
+    run_on_all_ranks(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
+    dense = run_on_all_ranks(world, lambda: _fill_shards(path, manifest, shards, marks_since_whole))
+    carried = (
+        run_on_all_ranks(world, lambda: read_tensors(path, manifest[PREFETCHED])) if PREFETCHED in manifest else None
+    )
     state = dict(manifest["state"])
     if manifest["reader"] is not None:
         state["reader"] = manifest["reader"]
-    return Loaded(step=manifest["step"], dense=dense, carried=carried, state=state, manifest=manifest)
+    return LoadedCheckpoint(
+        step=manifest["step"], dense=dense, prefetched_embeddings=carried, state=state, manifest=manifest
+    )
 
 
 def verify(path: Location | str) -> str:
@@ -94,43 +98,43 @@ def verify(path: Location | str) -> str:
     Raises DamagedCheckpoint, naming the file, for one that is missing, truncated or changed; StorageError for one that
     cannot be read.
     """
-    path = locate(path)
-    with activity(f"verifying {path.name}"):
+    path = to_location(path)
+    with track_activity(f"verifying {path.name}"):
         return _verify(path)
 
 
 def _verify(path: Location) -> str:
-    manifest = _find(path)
-    for key in ("dense", CARRIED):
+    manifest = _find_manifest(path)
+    for key in ("dense", PREFETCHED):
         if key in manifest:
             read_tensors(path, manifest[key])
     tables = {}
     for name, table in manifest["tables"].items():
-        schema, blocks = BlockSchema.from_dict(table), blocks_of(table)
-        with ThreadPoolExecutor(_num_readers(blocks)) as pool:
-            checksums = list(pool.map(partial(_checksum, path, schema), blocks))
-        tables[name] = {"checksum": digest.of_table({**table, "blocks": checksums})}
-    give_back_freed_memory()
-    return digest.of_model({**manifest, "tables": tables})
+        schema, blocks = BlockSchema.from_dict(table), group_files_by_block(table)
+        with ThreadPoolExecutor(_num_reader_threads(blocks)) as pool:
+            checksums = list(pool.map(partial(_block_checksum, path, schema), blocks))
+        tables[name] = {"checksum": digest.hash_table({**table, "blocks": checksums})}
+    trim_heap()
+    return digest.hash_model({**manifest, "tables": tables})
 
 
-def _num_readers(blocks: Sequence[Sequence[Entry]]) -> int:
+def _num_reader_threads(blocks: Sequence[Sequence[FileEntry]]) -> int:
     is_plain = all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks)
-    return READERS if is_plain else CHAIN_READERS
+    return NUM_PARALLEL_READS if is_plain else NUM_PARALLEL_CHAIN_READS
 
 
-def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> dict[str, str]:
+def _block_checksum(path: Location, schema: BlockSchema, files: Sequence[FileEntry]) -> dict[str, str]:
     """Read a block; the checksum that it has, or would have, in one file."""
     values = read_chain(path, schema, files)
     if len(files) == 1 and is_block_path(files[0]["path"]):
         return {"checksum": files[0]["checksum"]}
-    return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
+    return {"checksum": digest.hash_arrays(values[column.name] for column in schema.columns)}
 
 
-def _find(path: Location) -> dict[str, Any]:
+def _find_manifest(path: Location) -> dict[str, Any]:
     """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
-    is_folder = read(path, path, lambda: location_is_folder(path))
-    below = latest(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
+    is_folder = read_with_retry(path, path, lambda: location_is_folder(path))
+    below = latest_complete(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
     if below is not None:
         raise MesetaError(
             f"checkpoint {str(path)!r} is a directory of checkpoints; give one of them, such as {str(below)!r}"
@@ -158,7 +162,7 @@ def check_tables(
         )
     for piece in shards:
         saved = tables[piece.spec.name]
-        wanted = TableLayout.of(piece.spec, piece.values).to_dict()
+        wanted = TableLayout.from_values(piece.spec, piece.values).to_dict()
         for field in ("num_embeddings", "embedding_dim", "dtype"):
             if saved[field] != wanted[field]:
                 raise MesetaError(
@@ -168,25 +172,26 @@ def check_tables(
         is_other = saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]
         if states and is_other:
             raise MesetaError(
-                f"{where}: table {piece.spec.name!r} was trained with {_optimizer(saved)}, but the model uses "
-                f"{_optimizer(wanted)}; use the same in the model{_way_to_freeze(saved, wanted)}, or start without "
+                f"{where}: table {piece.spec.name!r} was trained with {_describe_optimizer(saved)}, but the model uses "
+                f"{_describe_optimizer(wanted)}; use the same in the model{_freeze_hint(saved, wanted)}, or start "
+                f"without "
                 f"this {kind}"
             )
 
 
-def _way_to_freeze(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _freeze_hint(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     before, now = (entry["optimizer"]["name"] for entry in (saved, wanted))
     # With lr=0, FTRL still solves for its rows by other penalties; what a user's own optimizer does is not known.
     keeps_rows = before in USED_FIELDS and before != "ftrl"
     return " with lr=0, which freezes its rows" if now == "frozen" and keeps_rows else ""
 
 
-def _optimizer(entry: Mapping[str, Any]) -> str:
+def _describe_optimizer(entry: Mapping[str, Any]) -> str:
     states = [f"{c['name']} {c['dtype']} per {c['kind']}" for c in entry["columns"] if c["name"] != ROW]
     return f"row optimizer {entry['optimizer']['name']!r} (state: {', '.join(states) or 'none'})"
 
 
-def _fill(
+def _fill_shards(
     path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
 ) -> dict[str, Tensor]:
     """Fill the shards of this rank from the blocks that they overlap, and set their marks; returns the dense
@@ -194,37 +199,37 @@ def _fill(
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)
-        for block in blocks_of(entry):
+        for block in group_files_by_block(entry):
             rows = block[0]["first_row"], block[0]["first_row"] + block[0]["num_rows"]
             pieces = [
                 p for p in shards if p.spec.name == name and p.shard.rows[0] < rows[1] and rows[0] < p.shard.rows[1]
             ]
             if pieces:
-                is_new = step_of(block[0], manifest["step"]) > whole_step(manifest)
+                is_new = entry_step(block[0], manifest["step"]) > full_step(manifest)
                 jobs.append((schema, block, is_new, pieces))
 
-    with ThreadPoolExecutor(_num_readers([files for _, files, _, _ in jobs])) as pool:
+    with ThreadPoolExecutor(_num_reader_threads([files for _, files, _, _ in jobs])) as pool:
         changed = {id(piece): RowSet(piece.shard.num_rows) for piece in shards}
-        for of_block in pool.map(partial(_fill_from_block, path, since_whole), jobs):
+        for of_block in pool.map(partial(_fill_shards_from_block, path, since_whole), jobs):
             for piece, of_piece in of_block:
                 changed[id(piece)].add(of_piece)
-    give_back_freed_memory()
+    trim_heap()
     for piece in shards:
         piece.marks.clear(Consumer.CHECKPOINTS)
         piece.marks.add_set(changed[id(piece)], Consumer.CHECKPOINTS)
     return read_tensors(path, manifest["dense"])
 
 
-def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed:
+def _fill_shards_from_block(path: Location, since_whole: bool, job: FillJob) -> ChangedRowsByShard:
     """Read and check a block and fill its shards; which of their rows have changed since the last whole one, if that is
     asked for."""
     schema, files, is_new, pieces = job
     first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
     is_changed = np.full(num_rows, is_new) if since_whole else None
     values = read_chain(path, schema, files, is_changed)
-    changed: Changed = []
+    changed: ChangedRowsByShard = []
     for piece in pieces:
-        fill_piece(piece, schema, first_row, values)
+        fill_shard(piece, schema, first_row, values)
         if is_changed is not None:
             begin = max(piece.shard.rows[0], first_row)
             here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
@@ -232,7 +237,7 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     return changed
 
 
-def fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
+def fill_shard(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
     """Copy the rows and columns that a block and a shard share; of a column that is not in `values` what is there
     stays."""
     num_rows = len(values[ROW])

@@ -10,50 +10,57 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.checkpoint.failures import DamagedCheckpoint, malformed, read, writing
+from meseta.checkpoint.failures import DamagedCheckpoint, malformed_manifest_error, read_with_retry, wrap_write_errors
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.chain import blocks_of
-from meseta.checkpoint.files.codes import coded_row_bytes, codes_fault
+from meseta.checkpoint.files.chain import group_files_by_block
+from meseta.checkpoint.files.direct_io import write_buffered
 from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
-    NAME,
-    block_paths,
-    folder_step,
+    CHECKPOINT_NAME_PATTERN,
     is_block_path,
+    parse_folder_step,
+    possible_block_paths,
     rows_path,
     split_path,
     table_folder,
 )
-from meseta.checkpoint.files.rate import WriteRate
-from meseta.checkpoint.files.raw import write_cached
-from meseta.checkpoint.files.tensors import CarriedPath, DensePath
-from meseta.errors import shown
-from meseta.machine.files import check_readable, first_alike, is_read_failure, json_text, parse_json, plain_data
-from meseta.machine.remote import Location, read_document
+from meseta.checkpoint.files.quantization import invalid_formats_reason, quantized_row_bytes
+from meseta.checkpoint.files.rate_limit import WriteRateLimiter
+from meseta.checkpoint.files.tensors import DenseFileName, PrefetchedFileName
+from meseta.errors import format_value
+from meseta.machine.files import (
+    check_json_limits,
+    first_name_collision,
+    format_json,
+    is_read_failure,
+    parse_json,
+    to_json_types,
+)
+from meseta.machine.remote import Location, read_inner_file
 from meseta.spec import MesetaError, Plan
-from meseta.spec.tables import TableDtype, table_name_fault
+from meseta.spec.tables import TableDtype, invalid_table_name_reason
 
-FORMAT = "meseta.checkpoint/1"
-FORMAT_OF_FEATURES = "meseta.checkpoint/2"
+CHECKPOINT_FORMAT = "meseta.checkpoint/1"
+CHECKPOINT_FORMAT_WITH_FEATURES = "meseta.checkpoint/2"
 """Of those that hold more than the first: they name it, so that a version that lacks it says so."""
-CARRIED = "carried"
+PREFETCHED = "carried"
 """The feature, and the key, of answers that were looked up before the last update."""
 DELTAS = "deltas"
 """The feature, and the key, of checkpoints that need files of older ones."""
-QUANTISED = "quantised"
+QUANTIZED = "quantised"
 """The feature, and the key, of checkpoints with rows in codes: by table and column the largest error of any file."""
-FEATURES = (CARRIED, DELTAS, QUANTISED)
+FEATURES = (PREFETCHED, DELTAS, QUANTIZED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
 RUN_ID = "run_id"
 """Key of the state: the random id of the run that saved the checkpoint. Earlier versions wrote none."""
-MOST_DELTAS = 1 << 16
+MAX_DELTAS = 1 << 16
 """After a whole checkpoint: a manifest has the size of each."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Size = Annotated[int, Field(ge=1, lt=1 << 53)]
-Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_RUN_ID = re.compile("[0-9a-f]{32}")
-_ABSENT: Any = None
+PositiveCount = Annotated[int, Field(ge=1, lt=1 << 53)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_RUN_ID_PATTERN = re.compile("[0-9a-f]{32}")
+_OPTIONAL: Any = None
 """Default of a key that may be missing; where it is there, it must have its type."""
 
 
@@ -68,23 +75,23 @@ class ManifestPart(BaseModel):
 
 class _FileEntry(ManifestPart):
     path: str
-    num_bytes: Size
-    checksum: Sum
+    num_bytes: PositiveCount
+    checksum: Sha256
 
 
 class _BlockEntry(_FileEntry):
     first_row: Count
-    num_rows: Size
-    codes: dict[str, str] = _ABSENT
-    error: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = _ABSENT
+    num_rows: PositiveCount
+    codes: dict[str, str] = _OPTIONAL
+    error: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = _OPTIONAL
 
 
 class _DenseEntry(_FileEntry):
-    path: DensePath
+    path: DenseFileName
 
 
-class _CarriedEntry(_FileEntry):
-    path: CarriedPath
+class _PrefetchedEntry(_FileEntry):
+    path: PrefetchedFileName
 
 
 class ColumnEntry(ManifestPart):
@@ -102,25 +109,25 @@ class OptimizerEntry(ManifestPart, extra="allow"):
 
 
 class _TableEntry(ManifestPart):
-    num_embeddings: Size
+    num_embeddings: PositiveCount
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
     optimizer: OptimizerEntry
     columns: Annotated[list[ColumnEntry], Field(min_length=1, max_length=1000)]
-    block_rows: Size
+    block_rows: PositiveCount
     blocks: list[Any]
-    checksum: Sum = _ABSENT
-    chain: Sum = _ABSENT
+    checksum: Sha256 = _OPTIONAL
+    chain: Sha256 = _OPTIONAL
 
 
 class _DeltasEntry(ManifestPart):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
-    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
+    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MAX_DELTAS)]
 
 
 class _PlanEntry(ManifestPart, extra="allow"):
-    num_ranks: Size
+    num_ranks: PositiveCount
     tables: dict[str, Any]
 
 
@@ -132,16 +139,16 @@ class _Manifest(ManifestPart):
     plan: _PlanEntry
     reader: Any
     state: dict[str, Any]
-    checksum: Sum = _ABSENT
-    manifest_checksum: Sum
+    checksum: Sha256 = _OPTIONAL
+    manifest_checksum: Sha256
 
 
-class _ManifestOfFeatures(_Manifest):
+class _ManifestWithFeatures(_Manifest):
     features: Annotated[list[str], Field(min_length=1, max_length=len(FEATURES))]
-    carried: _CarriedEntry = _ABSENT
-    deltas: _DeltasEntry = _ABSENT
-    quantised: dict[str, Any] = _ABSENT
-    chain: Sum = _ABSENT
+    carried: _PrefetchedEntry = _OPTIONAL
+    deltas: _DeltasEntry = _OPTIONAL
+    quantised: dict[str, Any] = _OPTIONAL
+    chain: Sha256 = _OPTIONAL
 
 
 def build_manifest(
@@ -149,7 +156,7 @@ def build_manifest(
     step: int,
     tables: Mapping[str, Any],
     dense: Mapping[str, Any],
-    carried: Mapping[str, Any] | None = None,
+    prefetched: Mapping[str, Any] | None = None,
     deltas: Mapping[str, Any] | None = None,
     plan: Plan,
     state: Mapping[str, Any],
@@ -160,42 +167,44 @@ def build_manifest(
     The key 'reader' of the trainer's state, the position in the data, stands on its own in the manifest.
     """
     manifest: dict[str, Any] = {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "step": step,
-        "tables": {name: {**entry, **_digest_of_table(entry)} for name, entry in sorted(tables.items())},
+        "tables": {name: {**entry, **_table_digest(entry)} for name, entry in sorted(tables.items())},
         "dense": dict(dense),
         "plan": plan.to_dict(),
         "reader": state.get("reader"),
         "state": {key: value for key, value in state.items() if key != "reader"},
     }
-    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas, QUANTISED: _largest_errors(manifest) or None})
+    return _finalize_manifest(
+        manifest, {PREFETCHED: prefetched, DELTAS: deltas, QUANTIZED: _max_quantization_errors(manifest) or None}
+    )
 
 
-def made_whole(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+def full_manifest(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of the whole checkpoint that holds what `manifest` does, of `tables` whose blocks are in one file
     each."""
     entries = {}
     for name, table in sorted(tables.items()):
         entry = {key: value for key, value in table.items() if key not in ("checksum", "chain")}
-        entries[name] = {**entry, **_digest_of_table(entry)}
-    whole = {"format": FORMAT, "step": manifest["step"], "tables": entries}
+        entries[name] = {**entry, **_table_digest(entry)}
+    whole = {"format": CHECKPOINT_FORMAT, "step": manifest["step"], "tables": entries}
     whole |= {key: manifest[key] for key in ("dense", "plan", "reader", "state")}
-    return _sealed(whole, {CARRIED: manifest.get(CARRIED)})
+    return _finalize_manifest(whole, {PREFETCHED: manifest.get(PREFETCHED)})
 
 
-def _sealed(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+def _finalize_manifest(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """With what it holds beside the first format, and its digests."""
     held = {name: dict(value) for name, value in features.items() if value is not None}
     if held:
-        manifest |= {"format": FORMAT_OF_FEATURES, "features": sorted(held), **held}
-    manifest |= _digest_of_model(manifest)
+        manifest |= {"format": CHECKPOINT_FORMAT_WITH_FEATURES, "features": sorted(held), **held}
+    manifest |= _model_digest(manifest)
     # What is read back is what was meant: tuples become lists and keys strings before they are summed.
-    manifest = plain_data(manifest, finite=True)
-    manifest["manifest_checksum"] = digest.of_manifest(manifest)
+    manifest = to_json_types(manifest, finite=True)
+    manifest["manifest_checksum"] = digest.hash_manifest(manifest)
     return manifest
 
 
-def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _max_quantization_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By table and column, of all files in codes."""
     largest: dict[str, dict[str, float]] = {}
     for name, table in manifest["tables"].items():
@@ -206,23 +215,23 @@ def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return largest
 
 
-def whole_step(manifest: Mapping[str, Any]) -> int:
+def full_step(manifest: Mapping[str, Any]) -> int:
     """Of the newest whole checkpoint that this one stands on, or is."""
     return int(manifest[DELTAS]["whole_step"] if DELTAS in manifest else manifest["step"])
 
 
-def _digest_of_table(entry: Mapping[str, Any]) -> dict[str, str]:
+def _table_digest(entry: Mapping[str, Any]) -> dict[str, str]:
     """Its checksum, where each block is in one file that holds it as it is, else the digest of its chain."""
-    blocks = blocks_of(entry)
+    blocks = group_files_by_block(entry)
     if all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks):
-        return {"checksum": digest.of_table(entry)}
-    return {"chain": digest.of_chain(entry)}
+        return {"checksum": digest.hash_table(entry)}
+    return {"chain": digest.hash_chain(entry)}
 
 
-def _digest_of_model(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """As `_digest_of_table`, of all tables and the dense tensors."""
+def _model_digest(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """As `_table_digest`, of all tables and the dense tensors."""
     is_known = all("checksum" in entry for entry in manifest["tables"].values())
-    return {"checksum" if is_known else "chain": digest.of_model(manifest)}
+    return {"checksum" if is_known else "chain": digest.hash_model(manifest)}
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -237,17 +246,17 @@ def check_state(state: Mapping[str, Any]) -> None:
             ) from None
 
 
-def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> None:
+def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRateLimiter | None = None) -> None:
     """Write and fsync; at a URL, if there is none. Raises MesetaError, for example on a full disk, and for more than
     what is read of one."""
     path = root / MANIFEST_PATH
-    content = json_text(manifest).encode()
+    content = format_json(manifest).encode()
     try:
-        check_readable(content)
+        check_json_limits(content)
     except ValueError as error:
         raise MesetaError(f"checkpoint file {str(path)!r} would not be read again: {error}") from None
-    with writing(path):
-        write_cached(path, content, rate)
+    with wrap_write_errors(path):
+        write_buffered(path, content, rate)
 
 
 def read_manifest(root: Location) -> dict[str, Any]:
@@ -255,16 +264,18 @@ def read_manifest(root: Location) -> dict[str, Any]:
     it is of another format; StorageError if reading failed, so that nobody knows."""
     path = root / MANIFEST_PATH
     where = f"checkpoint file {str(path)!r}"
-    manifest = check_manifest(where, parse_manifest(where, read(root, path, partial(_manifest_text, root))))
-    name = NAME.fullmatch(root.name)
+    manifest = check_manifest(
+        where, parse_manifest(where, read_with_retry(root, path, partial(_read_manifest_bytes, root)))
+    )
+    name = CHECKPOINT_NAME_PATTERN.fullmatch(root.name)
     if name is not None and int(name["step"]) != manifest["step"]:
-        raise malformed(where, f"it is of step {manifest['step']}")
+        raise malformed_manifest_error(where, f"it is of step {manifest['step']}")
     return manifest
 
 
-def _manifest_text(root: Location) -> bytes:
+def _read_manifest_bytes(root: Location) -> bytes:
     try:
-        return read_document(root, MANIFEST_PATH)
+        return read_inner_file(root, MANIFEST_PATH)
     except OSError as error:
         if is_read_failure(error):
             raise
@@ -283,19 +294,21 @@ def parse_manifest(where: str, content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedCheckpoint(f"{where} is not JSON ({error}); use an older checkpoint") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found not in (FORMAT, FORMAT_OF_FEATURES):
+    if found not in (CHECKPOINT_FORMAT, CHECKPOINT_FORMAT_WITH_FEATURES):
         raise MesetaError(
-            f"{where} has the format {shown(found)}, and this version reads {FORMAT!r} and {FORMAT_OF_FEATURES!r}; "
+            f"{where} has the format {format_value(found)}, and this version reads {CHECKPOINT_FORMAT!r} and "
+            f"{CHECKPOINT_FORMAT_WITH_FEATURES!r}; "
             "read it with the version that wrote it"
         )
-    features = manifest.get("features") if found == FORMAT_OF_FEATURES else []
+    features = manifest.get("features") if found == CHECKPOINT_FORMAT_WITH_FEATURES else []
     for name in features if isinstance(features, list) else ():
         if not isinstance(name, str) or name not in FEATURES:
             raise MesetaError(
-                f"{where} has the feature {shown(name)}, and this version knows {', '.join(map(repr, FEATURES))}; read "
+                f"{where} has the feature {format_value(name)}, and this version knows "
+                f"{', '.join(map(repr, FEATURES))}; read "
                 "it with the version that wrote it"
             )
-    _check_sum(where, "manifest_checksum", manifest.get("manifest_checksum"), digest.of_manifest(manifest))
+    _check_checksum(where, "manifest_checksum", manifest.get("manifest_checksum"), digest.hash_manifest(manifest))
     return dict(manifest)
 
 
@@ -305,74 +318,80 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
     To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
     """
-    _validate(where, "", manifest, _Manifest if manifest.get("format") == FORMAT else _ManifestOfFeatures)
+    _validate(where, "", manifest, _Manifest if manifest.get("format") == CHECKPOINT_FORMAT else _ManifestWithFeatures)
     features = sorted(key for key in FEATURES if manifest.get(key) is not None)
     if manifest.get("features", []) != features or any(key in manifest for key in FEATURES if key not in features):
-        raise malformed(where, f"'features': it must be {features}, got {shown(manifest.get('features'))}")
+        raise malformed_manifest_error(
+            where, f"'features': it must be {features}, got {format_value(manifest.get('features'))}"
+        )
     if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
-        raise malformed(where, f"its tables and those of its plan differ in {shown(min(odd))}")
-    alike = first_alike(table_folder(name) for name in manifest["tables"])
+        raise malformed_manifest_error(where, f"its tables and those of its plan differ in {format_value(min(odd))}")
+    alike = first_name_collision(table_folder(name) for name in manifest["tables"])
     if alike:
-        raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
-    oldest, newest = whole_step(manifest), manifest["step"]
+        raise malformed_manifest_error(
+            where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one"
+        )
+    oldest, newest = full_step(manifest), manifest["step"]
     if DELTAS in manifest and oldest >= newest:
-        raise malformed(where, f"'deltas.whole_step': it must be before step {newest}, got {oldest}")
+        raise malformed_manifest_error(where, f"'deltas.whole_step': it must be before step {newest}, got {oldest}")
     for name, entry in manifest["tables"].items():
         _validate(where, f"tables.{name}.", entry, _TableEntry)
-        fault = table_name_fault(name) or _table_fault(where, name, entry, oldest, newest)
+        fault = invalid_table_name_reason(name) or _invalid_table_reason(where, name, entry, oldest, newest)
         if fault:
-            raise malformed(where, f"table {shown(name)}: {fault}")
-        _check_digest(where, f"table {name!r}", entry, _digest_of_table(entry))
-    if manifest.get(QUANTISED, {}) != _largest_errors(manifest):
-        raise malformed(where, f"{QUANTISED!r} must have the largest error of each column that its files state")
-    _check_digest(where, "", manifest, _digest_of_model(manifest))
+            raise malformed_manifest_error(where, f"table {format_value(name)}: {fault}")
+        _check_digest(where, f"table {name!r}", entry, _table_digest(entry))
+    if manifest.get(QUANTIZED, {}) != _max_quantization_errors(manifest):
+        raise malformed_manifest_error(
+            where, f"{QUANTIZED!r} must have the largest error of each column that its files state"
+        )
+    _check_digest(where, "", manifest, _model_digest(manifest))
     return manifest
 
 
-def entries_of(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Of every file of a checkpoint but the manifest, with its path, num_bytes and checksum."""
     yield manifest["dense"]
-    if CARRIED in manifest:
-        yield manifest[CARRIED]
+    if PREFETCHED in manifest:
+        yield manifest[PREFETCHED]
     for table in manifest["tables"].values():
         yield from table["blocks"]
 
 
-def run_id_of(manifest: Mapping[str, Any]) -> str | None:
+def get_run_id(manifest: Mapping[str, Any]) -> str | None:
     """Return the id of the run that saved a checkpoint, or `None` if its state has no valid one."""
     value = manifest["state"].get(RUN_ID)
-    return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
+    return value if isinstance(value, str) and _RUN_ID_PATTERN.fullmatch(value) else None
 
 
-def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Those of `entries_of` that lie in the checkpoint itself."""
-    return (entry for entry in entries_of(manifest) if split_path(entry["path"])[0] is None)
+def own_file_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Those of `file_entries` that lie in the checkpoint itself."""
+    return (entry for entry in file_entries(manifest) if split_path(entry["path"])[0] is None)
 
 
 def _validate(where: str, place: str, value: Any, kind: type[ManifestPart]) -> None:
     """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
-    if problem := first_problem(place, value, kind):
-        raise malformed(where, problem)
+    if problem := invalid_value_reason(place, value, kind):
+        raise malformed_manifest_error(where, problem)
 
 
-def first_problem(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
+def invalid_value_reason(place: str, value: Any, kind: type[ManifestPart]) -> str | None:
     """Return which key below `place` breaks the types and ranges of `kind`; `None` if none does."""
     unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
     if unknown:
-        return f"{shown(place + min(unknown))} is no key of it"
+        return f"{format_value(place + min(unknown))} is no key of it"
     try:
         kind.model_validate(value)
     except ValidationError as error:
         problem = error.errors()[0]
         key = place + ".".join(map(str, problem["loc"]))
-        return f"{shown(key)}: {problem['msg'].lower()}"
+        return f"{format_value(key)}: {problem['msg'].lower()}"
     return None
 
 
-def _check_sum(where: str, name: str, expected: object, found: str) -> None:
+def _check_checksum(where: str, name: str, expected: object, found: str) -> None:
     if expected != found:
         raise DamagedCheckpoint(
-            f"{where} was changed: {name} must be {shown(expected)}, but its content has {found!r}; "
+            f"{where} was changed: {name} must be {format_value(expected)}, but its content has {found!r}; "
             "copy the checkpoint again, or use an older one"
         )
 
@@ -382,15 +401,15 @@ def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Map
     [(key, value)] = expected.items()
     for other in {"checksum", "chain"} - {key}:
         if other in entry:
-            raise malformed(where, f"{part or 'the model'} must have {key!r} instead of {other!r}")
-    _check_sum(where, part or key, entry.get(key), value)
+            raise malformed_manifest_error(where, f"{part or 'the model'} must have {key!r} instead of {other!r}")
+    _check_checksum(where, part or key, entry.get(key), value)
 
 
-def _table_fault(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
+def _invalid_table_reason(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
     """In what a table's entry, whose files are of the checkpoints of these steps, of a whole one both the same, is not
     that of a table of its shape; None where it is."""
     schema = BlockSchema.from_dict(entry)
-    if fault := schema.fault():
+    if fault := schema.invalid_reason():
         return fault
     if schema.columns[0].dtype != entry["dtype"]:
         return f"its dtype is {entry['dtype']}, and its rows are {schema.columns[0].dtype}"
@@ -399,32 +418,37 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any], oldest: int, n
         return f"block_rows must be a power of two of at most {schema.block_rows}, got {rows}"
     for number, block in enumerate(entry["blocks"]):
         _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
-    blocks, num_blocks = blocks_of(entry), -(-total // rows)
+    blocks, num_blocks = group_files_by_block(entry), -(-total // rows)
     if len(blocks) != num_blocks or (oldest == newest and len(entry["blocks"]) != num_blocks):
         return f"its {total} rows must lie in {num_blocks} blocks, got {len(entry['blocks'])}"
-    frame_bytes = schema.frame_bytes
+    frame_bytes = schema.max_frame_bytes
     for number, files in enumerate(blocks):
         span = number * rows, min(rows, total - number * rows)
         former = oldest - 1
         for age, file in enumerate(files):
-            if fault := _file_fault(name, number, span, file, is_first=age == 0) or codes_fault(schema, file):
+            if fault := _invalid_file_reason(name, number, span, file, is_first=age == 0) or invalid_formats_reason(
+                schema, file
+            ):
                 return fault
             folder = split_path(file["path"])[0]
-            step = newest if folder is None else folder_step(folder)
+            step = newest if folder is None else parse_folder_step(folder)
             if step is None or (folder is not None and not former < step < newest):
-                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint, in order"
+                return (
+                    f"block {number} needs {format_value(file['path'])}, which is no file of an older checkpoint, "
+                    f"in order"
+                )
             if former == newest:
                 return f"block {number} has two files of its own"
             former = step
             codes = file.get("codes", {})
-            row_bytes = schema.row_bytes if is_block_path(file["path"]) else coded_row_bytes(schema, codes)
+            row_bytes = schema.row_bytes if is_block_path(file["path"]) else quantized_row_bytes(schema, codes)
             least = file["num_rows"] * row_bytes
             if not least <= file["num_bytes"] <= least + frame_bytes:
                 return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"
     return None
 
 
-def _file_fault(
+def _invalid_file_reason(
     name: str, number: int, span: tuple[int, int], file: Mapping[str, Any], *, is_first: bool
 ) -> str | None:
     """In what a file is not one of this block, from row span[0] on with span[1] rows; None where it may be."""
@@ -435,7 +459,7 @@ def _file_fault(
             f"block {number} must begin at row {first} and hold {num_rows}"
             f"{'' if is_first else ', and fewer in later files'}, got {file['first_row']} and {file['num_rows']}"
         )
-    paths = block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
+    paths = possible_block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
     if inner not in paths:
-        return f"block {number} must have the path {paths[0]!r}, got {shown(file['path'])}"
+        return f"block {number} must have the path {paths[0]!r}, got {format_value(file['path'])}"
     return None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from meseta.checkpoint.files.rate import WriteRate
-from meseta.checkpoint.policy import Base
+from meseta.checkpoint.files.rate_limit import WriteRateLimiter
+from meseta.checkpoint.policy import DeltaBase
 from meseta.config.row_bits import RowBits
 
 
@@ -16,15 +16,15 @@ from meseta.config.row_bits import RowBits
 class SaveOptions:
     """The same on all ranks."""
 
-    carried: Mapping[str, Tensor] | None = None
+    prefetched_embeddings: Mapping[str, Tensor] | None = None
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
-    base: Base | None = None
+    base: DeltaBase | None = None
     """What a delta stands on; None: the save is whole."""
     bits: Mapping[str, RowBits] = field(default_factory=dict)
     """Of the rows that are written, by table; the other tables stay exact."""
-    rate: WriteRate | None = None
+    rate_limiter: WriteRateLimiter | None = None
     """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 
 
-PLAIN = SaveOptions()
+DEFAULT_OPTIONS = SaveOptions()
 """The model alone, whole and exact."""

@@ -8,57 +8,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from meseta.checkpoint.store.names import PASSED_OVER
+from meseta.checkpoint.store.names import QUARANTINE_MARKER
 from meseta.errors import StorageError
 from meseta.machine.remote import Location
 
 READ_RETRY_WINDOW_S = 10.0
-"""Seconds for which a failed read is repeated inside `repeated_reads`."""
+"""Seconds for which a failed read is repeated inside `retry_reads`."""
 _BACKOFF_S = 0.05, 1.0
 """First and longest wait between two attempts."""
 T = TypeVar("T")
 
 
-class _Retries:
+class _RetryState:
     """State of this process: blocks are read by several threads."""
 
     window_s = 0.0
-    has_given_up = False
+    has_timed_out = False
     """Whether some read has failed for the whole window. Other reads then fail at once, so that the command ends."""
 
 
 @contextmanager
-def repeated_reads() -> Iterator[None]:
+def retry_reads() -> Iterator[None]:
     """Context manager in which this process repeats each failed read of a checkpoint for READ_RETRY_WINDOW_S.
 
     A read that still fails raises StorageError, which then says how to set the checkpoint aside.
     """
-    _Retries.window_s, _Retries.has_given_up = READ_RETRY_WINDOW_S, False
+    _RetryState.window_s, _RetryState.has_timed_out = READ_RETRY_WINDOW_S, False
     try:
         yield
     finally:
-        _Retries.window_s = 0.0
+        _RetryState.window_s = 0.0
 
 
-def repeated(root: Location | None, attempt: Callable[[], T]) -> T:
+def retry(root: Location | None, attempt: Callable[[], T]) -> T:
     """Return what `attempt` returns; it reads a part of the checkpoint `root` and raises StorageError if that fails."""
-    end_s, (wait_s, longest_s) = time.monotonic() + _Retries.window_s, _BACKOFF_S
+    end_s, (wait_s, longest_s) = time.monotonic() + _RetryState.window_s, _BACKOFF_S
     while True:
         try:
             return attempt()
         except StorageError as error:
             left_s = end_s - time.monotonic()
-            if _Retries.window_s == 0:
+            if _RetryState.window_s == 0:
                 raise
-            if left_s <= 0 or _Retries.has_given_up:
-                _Retries.has_given_up = True
-                raise StorageError(f"{error} (tried for {_Retries.window_s:g} s){_way_on(root)}") from None
+            if left_s <= 0 or _RetryState.has_timed_out:
+                _RetryState.has_timed_out = True
+                raise StorageError(f"{error} (tried for {_RetryState.window_s:g} s){_set_aside_hint(root)}") from None
         time.sleep(min(wait_s, left_s))
         wait_s = min(2 * wait_s, longest_s)
 
 
-def _way_on(root: Location | None) -> str:
+def _set_aside_hint(root: Location | None) -> str:
     if root is None:
         return ""
-    how = f"`mv {root} {root}.unread`" if isinstance(root, Path) else f"an empty file '{root}/{PASSED_OVER}'"
+    how = f"`mv {root} {root}.unread`" if isinstance(root, Path) else f"an empty file '{root}/{QUARANTINE_MARKER}'"
     return f", or set the checkpoint aside with {how}, to resume from an older one"

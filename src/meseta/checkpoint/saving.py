@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from meseta.checkpoint.exchange import Job, LocalShards, SelectedCounts, exchange, pack, rounds, unpack
-from meseta.checkpoint.failures import on_first, together
+from meseta.checkpoint.exchange import BlockJob, LocalShards, SelectedCounts, exchange, group_into_rounds, pack, unpack
+from meseta.checkpoint.failures import run_on_all_ranks, run_on_rank_0
 from meseta.checkpoint.files.block import sync_block, write_block, write_rows
-from meseta.checkpoint.files.chain import Entry
-from meseta.checkpoint.files.codes import encode_rows
+from meseta.checkpoint.files.chain import FileEntry
 from meseta.checkpoint.files.layout import ID, TableLayout
 from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
-from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
+from meseta.checkpoint.files.quantization import encode_rows
+from meseta.checkpoint.files.tensors import DENSE_PATH, PREFETCHED_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state
-from meseta.checkpoint.options import PLAIN, SaveOptions
+from meseta.checkpoint.options import DEFAULT_OPTIONS, SaveOptions
 from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import CheckpointStore, store_at
+from meseta.checkpoint.store.store import CheckpointStore, make_store
 from meseta.comm import World
+from meseta.machine.kernel import trim_heap
 from meseta.machine.remote import Location
-from meseta.machine.system import give_back_freed_memory
-from meseta.machine.waits.activity import activity
+from meseta.machine.waits.activity import track_activity
 from meseta.spec import MesetaError, Plan, Shard
-from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
+from meseta.spec.checkpoint_blocks import BLOCK_BYTES, NUM_PENDING_WRITES
 from meseta.storage import SelectedRows, TableStorage
 
 
@@ -45,7 +45,7 @@ def save(
     shards: Sequence[TableStorage | SelectedRows],
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    options: SaveOptions = PLAIN,
+    options: SaveOptions = DEFAULT_OPTIONS,
 ) -> Location:
     """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
 
@@ -63,18 +63,18 @@ def save(
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
     """
-    store = store_at(parent)
+    store = make_store(parent)
     local: dict[Shard, TableStorage | SelectedRows] = {piece.shard: piece for piece in shards}
     whole = [piece for piece in shards if isinstance(piece, TableStorage)]
     try:
-        together(world, lambda: local.update({piece.shard: piece.in_order() for piece in whole}))
+        run_on_all_ranks(world, lambda: local.update({piece.shard: piece.sequential_view() for piece in whole}))
         document = {"step": step, "plan": plan, "state": state}
-        with activity(f"saving step {step}"):
+        with track_activity(f"saving step {step}"):
             return _save(store, world, document, local, dense, options)
     finally:
         for piece in whole:
             if local[piece.shard] is not piece:
-                local[piece.shard].end_reading()
+                local[piece.shard].close()
 
 
 def _save(
@@ -88,14 +88,14 @@ def _save(
     """`save`, of pieces that are read in order."""
     step, plan = document["step"], document["plan"]
     base = options.base
-    own = together(world, lambda: _describe(world, plan, local, document["state"]))
-    layouts = _merge(plan, world.gather_objects(own))
+    own = run_on_all_ranks(world, lambda: _local_layouts(world, plan, local, document["state"]))
+    layouts = _merge_layouts(plan, world.all_gather_object(own))
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
-        on_first(world, lambda: check_base(base, step, layouts))
-    jobs = together(world, lambda: _jobs(world, plan, layouts, selected, store.writes_near))
+        run_on_rank_0(world, lambda: check_base(base, step, layouts))
+    jobs = run_on_all_ranks(world, lambda: _assign_jobs(world, plan, layouts, selected, store.writes_locally))
     with ExitStack() as held:
-        on_first(world, lambda: held.enter_context(store.alone()))
+        run_on_rank_0(world, lambda: held.enter_context(store.lock()))
         _write(store, world, document, layouts, jobs, local, dense, options)
     path: Location = checkpoint_path(store.parent, step)
     return path
@@ -106,7 +106,7 @@ def _write(
     world: World,
     document: Mapping[str, Any],
     layouts: Mapping[str, TableLayout],
-    jobs: Sequence[Job],
+    jobs: Sequence[BlockJob],
     local: LocalShards,
     dense: Mapping[str, Tensor],
     options: SaveOptions,
@@ -114,26 +114,26 @@ def _write(
     """All files, and the commit; nothing becomes a checkpoint where it fails."""
     step, base = document["step"], options.base
     folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
-    growing = store.growing(step)
+    growing = store.staging_path(step)
     try:
-        on_first(world, lambda: store.begin(step, folders))
-        together(world, lambda: store.check_shared(growing))
-        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local, options)
+        run_on_rank_0(world, lambda: store.begin(step, folders))
+        run_on_all_ranks(world, lambda: store.check_shared(growing))
+        blocks: Mapping[str, Sequence[FileEntry]] = _write_blocks(world, growing, jobs, local, options)
         if base is not None and world.rank == 0:
-            document = {**document, "deltas": base.entry(blocks)}
-            blocks = base.chained(blocks)
+            document = {**document, "deltas": base.manifest_entry(blocks)}
+            blocks = base.chain_files(blocks)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        on_first(world, partial(_finish, store, growing, {**document, "tables": tables}, dense, options))
+        run_on_rank_0(world, partial(_commit, store, growing, {**document, "tables": tables}, dense, options))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise
         world.barrier()  # raised on every rank: wait until none writes any more
         if world.rank == 0:
-            store.give_up(growing)
+            store.abort(growing)
         raise
 
 
-def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
+def _local_layouts(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
     """Layouts of the tables of which this rank holds a piece; raises MesetaError unless it holds what the plan says."""
     check_state(state)
     if plan.num_ranks != world.size:
@@ -148,7 +148,7 @@ def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, 
         )
     layouts: dict[str, TableLayout] = {}
     for shard, piece in local.items():
-        layout = TableLayout.of(piece.spec, piece.values)
+        layout = TableLayout.from_values(piece.spec, piece.values)
         if layouts.setdefault(piece.spec.name, layout) != layout:
             raise MesetaError(f"checkpoint: the shards of table {piece.spec.name!r} disagree about its spec or state")
         for name, tensor in piece.values.items():
@@ -160,7 +160,7 @@ def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, 
     return layouts
 
 
-def _merge(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[str, TableLayout]:
+def _merge_layouts(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[str, TableLayout]:
     """Layouts of all tables, by name; every rank has the same input here, so every rank raises or none."""
     layouts: dict[str, TableLayout] = {}
     for own in gathered:
@@ -180,27 +180,27 @@ def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: Loc
         start, num_rows = shard.rows[0], shard.num_rows
         here = {
             first: piece.rows.count(max(first - start, 0), min(stop - start, num_rows))
-            for first, stop in layouts[piece.spec.name].spans()
+            for first, stop in layouts[piece.spec.name].block_ranges()
             if first < shard.rows[1] and start < stop
         }
         counts[shard] = {first: count for first, count in here.items() if count}
-    return {shard: held for part in world.gather_objects(counts) for shard, held in part.items()}
+    return {shard: held for part in world.all_gather_object(counts) for shard, held in part.items()}
 
 
-def _jobs(
+def _assign_jobs(
     world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None, writes_near: bool
-) -> list[Job]:
+) -> list[BlockJob]:
     """All blocks of which rows are written: the ranks in turns, and each its next one, or, where `writes_near` says so,
     its next one of those of which it holds the most bytes."""
-    blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
-    jobs = [Job.of(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
+    blocks = [(layout, span) for layout in layouts.values() for span in layout.block_ranges()]
+    jobs = [BlockJob.from_plan(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
     jobs = [job for job in jobs if job.num_rows]
     if not writes_near:
         return [replace(job, writer=i % world.size) for i, job in enumerate(jobs)]
-    by_writer: list[list[Job]] = [[] for _ in range(world.size)]
+    by_writer: list[list[BlockJob]] = [[] for _ in range(world.size)]
     for job in jobs:
         held = Counter[int]()
-        for piece in job.pieces:
+        for piece in job.slices:
             held[piece.sender] += piece.num_bytes
         writer = min(held, key=lambda rank: (-held[rank], rank))
         by_writer[writer].append(replace(job, writer=writer))
@@ -208,27 +208,29 @@ def _jobs(
 
 
 def _write_blocks(
-    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards, options: SaveOptions
+    world: World, growing: Location, jobs: Sequence[BlockJob], local: LocalShards, options: SaveOptions
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
-    if options.rate is not None:
-        options.rate.share(min(world.size, len(jobs)) or 1)
-    with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(growing, pool, local, options)
-        for round_jobs in rounds(jobs, BLOCK_BYTES):
+    if options.rate_limiter is not None:
+        options.rate_limiter.set_num_writers(min(world.size, len(jobs)) or 1)
+    with ThreadPoolExecutor(NUM_PENDING_WRITES) as pool:
+        writer = _BlockWriter(growing, pool, local, options)
+        for round_jobs in group_into_rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
-            writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
-        together(world, writer.finish)
-    give_back_freed_memory()
+            writer.submit(
+                exchange(world, round_jobs, run_on_all_ranks(world, partial(writer.pack_next, world, round_jobs)))
+            )
+        run_on_all_ranks(world, writer.finish)
+    trim_heap()
     entries: dict[str, list[dict[str, Any]]] = {}
-    for own in world.gather_objects(writer.written):
+    for own in world.all_gather_object(writer.written):
         for name, entry in own:
             entries.setdefault(name, []).append(entry)
     return {name: sorted(found, key=lambda entry: entry["first_row"]) for name, found in entries.items()}
 
 
-class _Writer:
+class _BlockWriter:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
     def __init__(self, growing: Location, pool: Executor, local: LocalShards, options: SaveOptions) -> None:
@@ -239,42 +241,42 @@ class _Writer:
         self._options = options
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
-    def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
+    def pack_next(self, world: World, jobs: Sequence[BlockJob]) -> Tensor:
         """Make room for one more round, then pack this rank's pieces of it."""
-        self.settle(WRITES_IN_FLIGHT - 1)
+        self.wait_for_writes(NUM_PENDING_WRITES - 1)
         return pack(world, jobs, self._local)
 
-    def submit(self, received: Sequence[tuple[Job, Sequence[Tensor]]]) -> None:
+    def submit(self, received: Sequence[tuple[BlockJob, Sequence[Tensor]]]) -> None:
         """Begin to write the blocks of a round, each with the bytes that came for it."""
         if not received:
             return
         self._in_flight.append(self._pool.submit(lambda: [self._write(job, parts) for job, parts in received]))
 
-    def settle(self, limit: int) -> None:
+    def wait_for_writes(self, limit: int) -> None:
         """Wait until the blocks of at most `limit` rounds are being written; raises what writing raised."""
         while len(self._in_flight) > limit:
             self.written += self._in_flight.popleft().result()
 
     def finish(self) -> None:
         """Wait until all blocks are on the disk; raises what writing raised."""
-        self.settle(0)
+        self.wait_for_writes(0)
         for synced in [self._pool.submit(sync_block, self._growing, entry["path"]) for _, entry in self.written]:
             synced.result()
 
-    def _write(self, job: Job, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
+    def _write(self, job: BlockJob, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
         """One block; its table, and its entry in the manifest."""
         name, schema = job.layout.spec.name, job.layout.schema
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
-        ids = np.arange(job.num_rows, dtype=np.uint32) if job.is_whole else values.pop(ID)
-        rows, rate = encode_rows(schema, values, self._options.bits.get(name)), self._options.rate
-        if job.is_whole and not rows.codes:
+        ids = np.arange(job.num_rows, dtype=np.uint32) if job.is_full else values.pop(ID)
+        rows, rate = encode_rows(schema, values, self._options.bits.get(name)), self._options.rate_limiter
+        if job.is_full and not rows.formats:
             path = block_path(name, number)
             return name, write_block(self._growing, path, schema, job.rows[0], values, rate)
         return name, write_rows(self._growing, rows_path(name, number), schema, job.rows[0], ids, rows, rate)
 
 
-def _finish(
+def _commit(
     store: CheckpointStore,
     growing: Location,
     document: Mapping[str, Any],
@@ -282,9 +284,9 @@ def _finish(
     options: SaveOptions,
 ) -> None:
     """Write the tensors beside the tables, and commit with the manifest; no other rank writes any more."""
-    carried, rate = options.carried, options.rate
+    carried, rate = options.prefetched_embeddings, options.rate_limiter
     if rate is not None:
-        rate.share(1)
+        rate.set_num_writers(1)
     of_dense = write_tensors(growing, DENSE_PATH, dense, rate)
-    of_carried = None if carried is None else write_tensors(growing, CARRIED_PATH, carried, rate)
-    store.commit(growing, build_manifest(dense=of_dense, carried=of_carried, **document), rate)
+    of_carried = None if carried is None else write_tensors(growing, PREFETCHED_PATH, carried, rate)
+    store.commit(growing, build_manifest(dense=of_dense, prefetched=of_carried, **document), rate)

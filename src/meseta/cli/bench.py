@@ -10,14 +10,16 @@ import typer
 
 app = typer.Typer(help="Measure this machine, ours beside other systems.", no_args_is_help=True)
 
-Wanted = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other systems in the same run.")]
-PeerPython = Annotated[
+PeersOption = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other systems in the same run.")]
+PeerPythonOption = Annotated[
     str | None, typer.Option(help="Interpreter that has FBGEMM and TorchRec; else PEER_PYTHON, else this one.")
 ]
-Out = Annotated[Path | None, typer.Option(help="CSV file to append the figures to.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Windows of each figure and start; medians are shown.")]
-Starts = Annotated[int, typer.Option(min=1, help="Times that every process is started anew.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small tables, short windows: to try the command. No figures.")]
+OutOption = Annotated[Path | None, typer.Option(help="CSV file to append the figures to.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Windows of each figure and start; medians are shown.")]
+StartsOption = Annotated[int, typer.Option(min=1, help="Times that every process is started anew.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Small tables, short windows: to try the command. No figures.")
+]
 
 
 @app.command()
@@ -30,34 +32,34 @@ def ops(
         str, typer.Option(help="Row optimizers; all: every one.")
     ] = "rowwise_adagrad,sgd,adagrad,adam",
     dtypes: Annotated[str, typer.Option(help="Types of rows; default: all for rowwise_adagrad, else float32.")] = "",
-    peers: Wanted = True,
-    peer_python: PeerPython = None,
-    out: Out = None,
-    rounds: Rounds = 3,
-    starts: Starts = 2,
-    quick: Quick = False,
+    peers: PeersOption = True,
+    peer_python: PeerPythonOption = None,
+    out: OutOption = None,
+    rounds: RoundsOption = 3,
+    starts: StartsOption = 2,
+    quick: QuickOption = False,
 ) -> None:
     """Embedding lookups and train steps, as lookups/s, share of the gather limit, and ratio to other systems."""
     from meseta.measure.bench import ops as bench
     from meseta.measure.bench.tables import ops_table
-    from meseta.measure.bench.workloads import OPS, OPTIMIZERS, small
+    from meseta.measure.bench.workloads import OPS_WORKLOADS, OPTIMIZERS, shrink
 
-    traffics = _choose("configuration", configs, {traffic.name: traffic for traffic in OPS})
-    names = _choose("optimizer", None if optimizers == "all" else optimizers.split(","), {n: n for n in OPTIMIZERS})
+    traffics = _select("configuration", configs, {traffic.name: traffic for traffic in OPS_WORKLOADS})
+    names = _select("optimizer", None if optimizers == "all" else optimizers.split(","), {n: n for n in OPTIMIZERS})
     types = dtypes.split(",") if dtypes else None
     if quick:
-        traffics = [small(traffic, max_rows=1000, max_batch=64, max_tables=4) for traffic in traffics]
-    counts = tuple(_number(word) for word in threads.split(","))
-    found, show = _find_peers(peer_python, peers), _Screen(out, quick)
-    timing = _effort(rounds, starts, 0.25, quick)
+        traffics = [shrink(traffic, max_rows=1000, max_batch=64, max_tables=4) for traffic in traffics]
+    counts = tuple(_parse_count(word) for word in threads.split(","))
+    found, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
+    timing = _timing_options(rounds, starts, 0.25, quick)
     for traffic in traffics:
         contests = list(bench.contests(traffic, names, types, counts, found))
         ours = [member.variant for _, members in contests for member in members if member.name == "ours"]
-        bench.check([traffic], sorted({(optimizer, dtype) for optimizer, dtype in ours}))
+        bench.check_operators([traffic], sorted({(optimizer, dtype) for optimizer, dtype in ours}))
         for optimizer, members in contests:
-            result = bench.measure(traffic, optimizer, members, timing, show.log)
-            show.result(ops_table(result), bench.comparisons(result), result.outcome.failures)
-    show.end()
+            result = bench.measure_operators(traffic, optimizer, members, timing, show.log)
+            show.print_result(ops_table(result), bench.comparisons(result), result.timing_result.failures)
+    show.raise_failures()
 
 
 @app.command()
@@ -66,99 +68,99 @@ def e2e(
         list[str] | None, typer.Argument(metavar="[CONFIG]...", help="As in docs/benchmarks.md.")
     ] = None,
     layouts: Annotated[str, typer.Option(help="Processes x threads of each, such as 1x2,2x1.")] = "1x2,2x1",
-    peers: Wanted = True,
-    peer_python: PeerPython = None,
-    out: Out = None,
-    rounds: Rounds = 3,
-    starts: Starts = 2,
-    quick: Quick = False,
+    peers: PeersOption = True,
+    peer_python: PeerPythonOption = None,
+    out: OutOption = None,
+    rounds: RoundsOption = 3,
+    starts: StartsOption = 2,
+    quick: QuickOption = False,
 ) -> None:
     """DLRM training, as samples/s and ratio to plain PyTorch and TorchRec."""
     from dataclasses import replace
 
-    from meseta.machine.processors import this_processor
+    from meseta.machine.processors import read_processor
     from meseta.measure.bench import e2e as bench
     from meseta.measure.bench.tables import e2e_table
-    from meseta.measure.bench.workloads import E2E, small
-    from meseta.train.bench import OursTraining, TrainingGate
+    from meseta.measure.bench.workloads import E2E_WORKLOADS, shrink
+    from meseta.train.bench import MesetaTraining, TrainingCheck
 
-    trainings = _choose("configuration", configs, {training.name: training for training in E2E})
+    trainings = _select("configuration", configs, {training.name: training for training in E2E_WORKLOADS})
     if quick:
-        trainings = [replace(t, traffic=small(t.traffic, max_rows=1000, max_batch=64)) for t in trainings]
-    pairs = [(_number(a), _number(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
-    ours = bench.OurContenders(contender=OursTraining, gate=TrainingGate)
-    found, show = _find_peers(peer_python, peers), _Screen(out, quick)
-    if why := this_processor().why_no_bfloat16():
+        trainings = [replace(t, lookups=shrink(t.lookups, max_rows=1000, max_batch=64)) for t in trainings]
+    pairs = [(_parse_count(a), _parse_count(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
+    ours = bench.MesetaTargets(target=MesetaTraining, check=TrainingCheck)
+    found, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
+    if why := read_processor().bfloat16_unavailable_reason():
         show.log(f"bfloat16 is left out: {why}")
-    timing = _effort(rounds, starts, 0.6, quick)
-    bench.check(trainings, ours)
+    timing = _timing_options(rounds, starts, 0.6, quick)
+    bench.check_training(trainings, ours)
     for training in trainings:
-        members = [member for pair in pairs for member in bench.members(training, pair, ours, found)]
-        result = bench.measure(training, members, timing, show.log)
-        show.result(e2e_table(result), bench.comparisons(result), result.outcome.failures)
-    show.end()
+        members = [member for pair in pairs for member in bench.training_targets(training, pair, ours, found)]
+        result = bench.measure_training(training, members, timing, show.log)
+        show.print_result(e2e_table(result), bench.comparisons(result), result.timing_result.failures)
+    show.raise_failures()
 
 
-class _Screen:
+class _ResultPrinter:
     """Tables to standard output, progress to standard error, figures to the file."""
 
     def __init__(self, out: Path | None, quick: bool) -> None:
         self.out, self.quick = out, quick
-        self.failed: list[str] = []
+        self.failures: list[str] = []
 
     def log(self, text: str) -> None:
         """One line of progress."""
         typer.echo(text, err=True)
 
-    def result(self, table: Any, comparisons: Sequence[Any], failures: dict[str, str]) -> None:
+    def print_result(self, table: Any, comparisons: Sequence[Any], failures: dict[str, str]) -> None:
         """Show one contest."""
         from rich.console import Console
 
-        from meseta.telemetry.history import append
+        from meseta.telemetry.benchmark_history import append_comparisons
 
         console = Console()
         # A file or a pipe has no width of its own; names and ratios must not be cut there.
         Console(width=None if console.is_terminal else 240).print(table)
         if self.out is not None and not self.quick:
-            append(self.out, comparisons)
-        self.failed += [text for title, text in failures.items() if title.startswith("ours")]
+            append_comparisons(self.out, comparisons)
+        self.failures += [text for title, text in failures.items() if title.startswith("ours")]
 
-    def end(self) -> None:
+    def raise_failures(self) -> None:
         """Exit code 1 where one of ours has no figures."""
         from meseta.errors import MesetaError
 
-        if self.failed:
-            raise MesetaError(f"bench: no figures for {self.failed[0]}")
+        if self.failures:
+            raise MesetaError(f"bench: no figures for {self.failures[0]}")
 
 
 def _find_peers(python: str | None, wanted: bool) -> Any:
     from meseta.measure.bench.peers import find_peers
 
-    found = find_peers(python, wanted=wanted)
+    found = find_peers(python, enabled=wanted)
     for line in found.missing:
         typer.echo(line, err=True)
     return found
 
 
-def _effort(rounds: int, starts: int, window_s: float, quick: bool) -> Any:
-    from meseta.measure.contest.contest import TimingOptions
+def _timing_options(rounds: int, starts: int, window_s: float, quick: bool) -> Any:
+    from meseta.measure.harness.interleaved import TimingOptions
 
     if quick:
-        return TimingOptions(num_starts=1, num_rounds=1, window_s=0.01, num_retries=0)
+        return TimingOptions(num_starts=1, num_rounds=1, window_s=0.01, max_retries=0)
     return TimingOptions(num_starts=starts, num_rounds=rounds, window_s=window_s)
 
 
-def _choose(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> list[Any]:
+def _select(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> list[Any]:
     """The named ones, all where none is named."""
-    from meseta.errors import MesetaError, nearest
+    from meseta.errors import MesetaError, suggest
 
     for name in names or ():
         if name not in known:
-            raise MesetaError(f"bench: {kind} {name!r} is unknown; {nearest(name, known)}")
+            raise MesetaError(f"bench: {kind} {name!r} is unknown; {suggest(name, known)}")
     return [known[name] for name in names or known]
 
 
-def _number(text: str) -> int:
+def _parse_count(text: str) -> int:
     from meseta.errors import MesetaError
 
     if not text.isdigit() or int(text) < 1:

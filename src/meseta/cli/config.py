@@ -11,7 +11,7 @@ import typer
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
-    from meseta.config.keys import Key
+    from meseta.config.keys import ConfigKey
 
 MAX_WIDTH = 120
 
@@ -28,31 +28,31 @@ def config(
 ) -> None:
     """What the keys of a run's config are: values, default, meaning."""
     if example is not None:
-        from meseta.config.example import example as text_of
+        from meseta.config.example_config import example_config as text_of
 
         if key is not None:
             raise MesetaError(f"config: --example prints a whole file; leave the key {key!r} out")
         typer.echo(text_of(example), nl=False)
         return
-    from meseta.config.keys import find_keys, sections
+    from meseta.config.keys import find_keys, key_sections
 
     if key is not None:
-        _print(find_keys(key))
+        _print_keys(find_keys(key))
         return
-    for title, keys in sections():
+    for title, keys in key_sections():
         typer.secho(f"{title}\n", underline=True)
-        _print(keys)
+        _print_keys(keys)
 
 
-def _print(keys: list[Key]) -> None:
+def _print_keys(keys: list[ConfigKey]) -> None:
     """Each key with its kind and default, and its meaning below."""
-    from meseta.config.keys import plain
+    from meseta.config.keys import strip_markdown
 
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     for key in keys:
-        default = plain(key.default)
+        default = strip_markdown(key.default)
         if default and not key.is_required:
             default = f"default {default}"
-        facts = "; ".join(filter(None, (plain(key.kind), default)))
+        facts = "; ".join(filter(None, (strip_markdown(key.kind), default)))
         typer.echo(f"{typer.style(key.path, bold=True)}: {facts}")
         typer.echo(textwrap.fill(key.full_text, width, initial_indent="    ", subsequent_indent="    ") + "\n")

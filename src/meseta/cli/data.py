@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from meseta.data.dataset.describe import Description
+    from meseta.data.dataset.describe import DatasetSummary
 
-MAX_SHOWN = 50
+MAX_SHOWN_FAULTS = 50
 
 app = typer.Typer(help="Make click logs; check and describe prepared data.", no_args_is_help=True)
 
@@ -42,7 +42,7 @@ def synth(
 
     options = SynthOptions(
         out=out,
-        num_rows=_number(rows),
+        num_rows=_parse_rows(rows),
         num_files=files,
         log=ClickLog(seed, scale, world, strength),
         gzip=gzip,
@@ -61,7 +61,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Hold every file and value of a prepared dataset against its dataset.json; exit code 1, naming each fault."""
-    from meseta.data.dataset.check import check as run
+    from meseta.data.dataset.check import check_dataset as run
 
     start_s = time.perf_counter()
     with _progress_bar("check", None) as on_rows:
@@ -69,10 +69,10 @@ def check(
     if as_json:
         typer.echo(json.dumps({"dir": str(path), "ok": not result.faults, **asdict(result)}, indent=1))
     else:
-        for fault in result.faults[:MAX_SHOWN]:
+        for fault in result.faults[:MAX_SHOWN_FAULTS]:
             typer.echo(str(fault))
-        if len(result.faults) > MAX_SHOWN:
-            typer.echo(f"... and {len(result.faults) - MAX_SHOWN:,} more; --json shows all")
+        if len(result.faults) > MAX_SHOWN_FAULTS:
+            typer.echo(f"... and {len(result.faults) - MAX_SHOWN_FAULTS:,} more; --json shows all")
         what = f"{result.num_rows:,} rows in {result.num_files} files read in {time.perf_counter() - start_s:.1f} s"
         faults = f"{len(result.faults):,} {'fault' if len(result.faults) == 1 else 'faults'}"
         typer.echo(f"{path}: {faults if result.faults else 'sound'}, {what}")
@@ -90,7 +90,7 @@ def stats(
     from meseta.data.dataset.check import STATISTICS_PAGE
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.dataset.describe import describe
-    from meseta.machine.files import write_whole
+    from meseta.machine.files import write_atomic
     from meseta.report.data_page import data_page
 
     dataset = Dataset.load(path)
@@ -102,13 +102,13 @@ def stats(
     _print_description(description)
     page = data_page(path.resolve().name, dataset, description)
     place = html or path / STATISTICS_PAGE
-    write_whole(place, page)
+    write_atomic(place, page)
     typer.echo(place)
 
 
-def _print_description(description: Description) -> None:
+def _print_description(description: DatasetSummary) -> None:
     """A table for the splits, one for the dense and one for the sparse features."""
-    from meseta.telemetry.shown import share, short
+    from meseta.telemetry.formatting import format_percent, format_si
 
     rows = [
         [name, f"{s.num_rows:,}", *(f"{v:,.0f} ({v / max(s.num_rows, 1):.2%})" for v in s.labels.values())]
@@ -119,12 +119,22 @@ def _print_description(description: Description) -> None:
     dense = []
     for d in description.dense:
         v, shift = d.values, "" if d.test_shift is None else f"{round(d.test_shift, 3) + 0.0:+.3f}"
-        dense.append([d.name, share(v.share_zero), *(short(x) for x in (v.mean, v.std, v.min, v.max)), shift])
+        dense.append(
+            [d.name, format_percent(v.share_zero), *(format_si(x) for x in (v.mean, v.std, v.min, v.max)), shift]
+        )
     _print_table(["dense", "zero or missing", "mean", "std", "least", "largest", "shift in test"], dense)
     sparse = []
     for f in description.sparse:
-        row = [f.name, f"{f.num_embeddings:,}", f"{f.num_uniques:,}", share(f.coverage), f"{f.mean_pooling_factor:.3g}"]
-        sparse.append([*row, share(f.top_shares[0]), share(f.top_shares[2]), share(f.unseen_lookups)])
+        row = [
+            f.name,
+            f"{f.num_embeddings:,}",
+            f"{f.num_uniques:,}",
+            format_percent(f.coverage),
+            f"{f.mean_pooling_factor:.3g}",
+        ]
+        sparse.append(
+            [*row, format_percent(f.top_shares[0]), format_percent(f.top_shares[2]), format_percent(f.unseen_lookups)]
+        )
     _print_table(["sparse", "rows", "distinct", "used", "ids", "top 1", "top 100", "new in test"], sparse)
 
 
@@ -143,7 +153,7 @@ def _print_table(columns: list[str], rows: list[list[str]]) -> None:
     Console().print(shown, "")
 
 
-def _number(text: str) -> int:
+def _parse_rows(text: str) -> int:
     from meseta.errors import MesetaError
 
     try:

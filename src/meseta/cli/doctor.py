@@ -20,25 +20,29 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with figures.")] = False,
 ) -> None:
     """Look at this machine: what it has, what is missing, how to get it. Exit code 1 where training will fail."""
-    from meseta.measure.doctor.examine import examine
+    from meseta.measure.doctor.checks import run_checks
 
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)
     findings = []
-    for finding in examine(folder):
+    for finding in run_checks(folder):
         findings.append(finding)
         if not json:
-            typer.echo(_layout(finding, width))
+            typer.echo(_format_finding(finding, width))
     num_problems, num_notes = (sum(f.state == state for f in findings) for state in ("problem", "note"))
     if json:
         document = {"ok": num_problems == 0, "findings": [finding.to_dict() for finding in findings]}
         typer.echo(json_format.dumps(document, indent=1))
     else:
-        stops = f"{_count(num_problems, 'problem')} will stop training" if num_problems else "Nothing stops training"
-        typer.echo(f"\n{stops}; {_count(num_notes, 'note')}.")
+        stops = (
+            f"{_format_plural(num_problems, 'problem')} will stop training"
+            if num_problems
+            else "Nothing stops training"
+        )
+        typer.echo(f"\n{stops}; {_format_plural(num_notes, 'note')}.")
     sys.exit(1 if num_problems else 0)
 
 
-def _layout(finding: Any, width: int) -> str:
+def _format_finding(finding: Any, width: int) -> str:
     """State, topic and text in columns, and what can be done below."""
     margin = " " * (9 + TOPIC_WIDTH)
 
@@ -54,5 +58,5 @@ def _layout(finding: Any, width: int) -> str:
     return f"{text}\n{wrapped(finding.way_out, f'{margin}-> ', f'{margin}   ')}" if finding.way_out else text
 
 
-def _count(number: int, word: str) -> str:
+def _format_plural(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'s' * (number != 1)}"

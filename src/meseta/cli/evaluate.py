@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from meseta.cli.launch import run_ranks
-from meseta.cli.watch import limits_of
-from meseta.machine.ranks import is_launched
+from meseta.cli.watch import load_time_limits
+from meseta.machine.ranks import is_distributed
 
 
 def evaluate(
@@ -34,16 +34,16 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
-    if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
+    if nproc != 1 and not is_distributed():
+        sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 
     from meseta.train.evaluate import evaluate as run
-    from meseta.train.trained import open_trained
+    from meseta.train.trained_model import open_trained
 
     with open_trained(run_dir, split, data, best=best, storage_dir=storage_dir) as trained:
         config = trained.config.metrics
         config = config.model_copy(update={"segments": tuple(by)}) if by else config
-        found = run(trained.model, trained.reader, trained.world, config, trained.shift)
+        found = run(trained.model, trained.reader, trained.world, config, trained.logit_shift)
     if trained.world.rank == 0:
-        line = {"run": str(run_dir), "step": trained.step, "split": split, **found.to_dict(with_curve=False)}
+        line = {"run": str(run_dir), "step": trained.step, "split": split, **found.to_dict(include_reliability=False)}
         print(json.dumps(line, indent=1))

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.machine.processes import fork
-from meseta.telemetry.watching.stalls import StallReports
+from meseta.telemetry.watching.stalls import StallReporter
 
 
 def start_command(
@@ -20,30 +20,30 @@ def start_command(
     """Start `meseta ARGUMENTS` in a process of its own, with these variables beside the present ones: see
     meseta.machine.processes.fork."""
     _prepare_fork()
-    return fork(partial(_run_command, arguments), name, added=variables, out=out, err=err)
+    return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
 
 
-def start_work(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
+def start_function(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
     """Do `work` in such a process, which ends with code 1, and an error in one line, where a MesetaError is raised."""
     _prepare_fork()
-    return fork(partial(_do, work), name, out=out, err=err)
+    return fork(partial(_run_function, work), name, stdout_fd=out, stderr_fd=err)
 
 
 def _prepare_fork() -> None:
-    if StallReports.current is not None:
-        StallReports.current.end()  # a fork with threads may deadlock
-    _share_imports()
+    if StallReporter.current is not None:
+        StallReporter.current.stop()  # a fork with threads may deadlock
+    _preload_imports()
 
 
 @cache
-def _share_imports() -> None:
-    import meseta.cli.preloaded  # noqa: F401
+def _preload_imports() -> None:
+    import meseta.cli.preload  # noqa: F401
 
     gc.collect()
     gc.freeze()  # the collector of a fork does not write into pages that it shares with the others
 
 
-def _do(work: Callable[[], object]) -> None:
+def _run_function(work: Callable[[], object]) -> None:
     try:
         work()
     except (MesetaError, OSError) as error:

@@ -9,28 +9,28 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from meseta.cli.forked import start_command, start_work
+from meseta.cli.forked import start_command, start_function
 from meseta.cli.launch import StopSignals
 from meseta.errors import ERROR_PREFIX
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """Between looks at what has ended."""
-Start = Callable[[int], BaseProcess]
+StartProcess = Callable[[int], BaseProcess]
 """Starts a process that prints to an open descriptor."""
 
 
-def command_step(arguments: Sequence[str], title: str) -> Start:
+def command_step(arguments: Sequence[str], title: str) -> StartProcess:
     """A `meseta` command, as a process called `title`."""
-    return partial(_printing, partial(start_command, arguments, title))
+    return partial(_redirect_output, partial(start_command, arguments, title))
 
 
-def work_step(work: Callable[[], object], title: str) -> Start:
+def function_step(work: Callable[[], object], title: str) -> StartProcess:
     """`work`, as a process called `title`."""
-    return partial(_printing, partial(start_work, work, title))
+    return partial(_redirect_output, partial(start_function, work, title))
 
 
-def _printing(start: Callable[..., BaseProcess], out: int) -> BaseProcess:
-    return start(out=out, err=out)
+def _redirect_output(start: Callable[..., BaseProcess], out: int) -> BaseProcess:
+    return start(stdout_fd=out, stderr_fd=out)
 
 
 @dataclass(frozen=True)
@@ -40,60 +40,60 @@ class CommandJob:
     name: str
     log: Path
     """To which what they print is added."""
-    steps: Sequence[Start]
+    steps: Sequence[StartProcess]
 
 
 @dataclass
-class _Running:
+class _RunningJob:
     job: CommandJob
-    began_s: float = field(default_factory=time.monotonic)
-    num_begun: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+    num_started: int = 0
     process: BaseProcess | None = None
-    told: bool = False
+    has_forwarded_signal: bool = False
 
-    def go_on(self) -> None:
+    def start_next_step(self) -> None:
         """Begin the next step."""
         with self.job.log.open("ab") as file:
-            self.process = self.job.steps[self.num_begun](file.fileno())
-        self.num_begun += 1
+            self.process = self.job.steps[self.num_started](file.fileno())
+        self.num_started += 1
 
 
 @dataclass(frozen=True)
-class DoneJob:
+class FinishedJob:
     """One that has ended."""
 
     job: CommandJob
-    code: int
+    exit_code: int
     """Of its last process; 0 where all have ended well."""
     seconds: float
 
 
-def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignals) -> Iterator[DoneJob]:
+def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignals) -> Iterator[FinishedJob]:
     """Run them in order, some at a time, and give each when it has ended.
 
     SIGTERM and Ctrl-C to this process are passed on, and waited for while the others save; a second one kills them.
     Nothing is begun after the first.
     """
-    waiting, running = list(jobs), list[_Running]()
+    waiting, running = list(jobs), list[_RunningJob]()
     try:
-        while running or (waiting and signals.number is None):
-            while waiting and len(running) < num_at_a_time and signals.number is None:
-                running.append(_Running(waiting.pop(0)))
-                running[-1].go_on()
+        while running or (waiting and signals.first_signal is None):
+            while waiting and len(running) < num_at_a_time and signals.first_signal is None:
+                running.append(_RunningJob(waiting.pop(0)))
+                running[-1].start_next_step()
             for one in list(running):
                 process = one.process
                 assert process is not None  # begun above
                 if process.exitcode is None:
-                    _pass_on(one, process, signals)
+                    _forward_signal(one, process, signals)
                     continue
                 process.join()
-                if process.exitcode == 0 and one.num_begun < len(one.job.steps) and signals.number is None:
-                    one.go_on()
+                if process.exitcode == 0 and one.num_started < len(one.job.steps) and signals.first_signal is None:
+                    one.start_next_step()
                     continue
                 running.remove(one)
-                is_whole = one.num_begun == len(one.job.steps)
-                yield DoneJob(one.job, process.exitcode or int(not is_whole), time.monotonic() - one.began_s)
-            time.sleep(LOOK_S)
+                is_whole = one.num_started == len(one.job.steps)
+                yield FinishedJob(one.job, process.exitcode or int(not is_whole), time.monotonic() - one.started_s)
+            time.sleep(POLL_INTERVAL_S)
     finally:
         for one in running:
             if one.process is not None:
@@ -101,15 +101,15 @@ def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignal
                 one.process.join()
 
 
-def _pass_on(one: _Running, process: BaseProcess, signals: StopSignals) -> None:
-    if signals.again:
+def _forward_signal(one: _RunningJob, process: BaseProcess, signals: StopSignals) -> None:
+    if signals.is_repeated:
         process.kill()
-    elif signals.number is not None and not one.told:
-        one.told = True
+    elif signals.first_signal is not None and not one.has_forwarded_signal:
+        one.has_forwarded_signal = True
         process.terminate()
 
 
-def last_words(log: Path) -> str:
+def last_output_line(log: Path) -> str:
     """The last line that a failed process printed, without the prefix of errors."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix(ERROR_PREFIX) if lines else "it printed nothing"

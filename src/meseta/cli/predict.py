@@ -11,15 +11,15 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
-from meseta.cli.watch import limits_of
+from meseta.cli.watch import load_time_limits
 from meseta.errors import MesetaError
-from meseta.machine.ranks import is_launched
+from meseta.machine.ranks import is_distributed
 
 if TYPE_CHECKING:
-    from meseta.train.outside.output_columns import OutputColumns
+    from meseta.train.interop.output_columns import OutputColumns
 
-_SPLIT = "test"
-Columns = Annotated[
+_DEFAULT_SPLIT = "test"
+ColumnsOption = Annotated[
     str,
     typer.Option(
         metavar="NAME|NEW=OLD,...",
@@ -34,7 +34,7 @@ def predict(
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
     ],
-    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = _SPLIT,
+    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = _DEFAULT_SPLIT,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,7 +49,7 @@ def predict(
         str,
         typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
     ] = "",
-    columns: Columns = "",
+    columns: ColumnsOption = "",
     encoding: Annotated[
         str | None, typer.Option(help="Of text in raw files.", show_default="that of the earlier files")
     ] = None,
@@ -69,14 +69,14 @@ def predict(
 ) -> None:
     """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
     number and keys."""
-    from meseta.train.outside.output_columns import OutputColumns
-    from meseta.train.outside.table_files import check_suffix
+    from meseta.train.interop.output_columns import OutputColumns
+    from meseta.train.interop.table_files import check_suffix
 
     check_suffix(out)
     chosen, names = OutputColumns.parse(comma_list(columns)), comma_list(keys)
     chosen.check_keys(names)
-    if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
+    if nproc != 1 and not is_distributed():
+        sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 
     options: dict[str, Any] = {"best": best, "storage_dir": storage_dir}
     options |= {} if encoding is None else {"encoding": encoding}
@@ -84,7 +84,7 @@ def predict(
     try:
         _predict(run_dir, out, split, data, names, chosen, **options)
     except MesetaError as error:
-        raise chosen.explained(error) from None
+        raise chosen.explain_missing(error) from None
 
 
 def _predict(
@@ -98,7 +98,7 @@ def _predict(
 ) -> None:
     names = columns.keys if columns.pairs else keys
     if data and not _is_dataset(data):
-        if split != _SPLIT:
+        if split != _DEFAULT_SPLIT:
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
         _predict_rows(run_dir, out, data, names, columns, **options)
         return
@@ -107,12 +107,12 @@ def _predict(
             option = f"--{name.replace('_', '-')}"
             raise MesetaError(f"predict: {option} is for raw files, which --data names; leave it out")
     from meseta.train.predictions import write_predictions
-    from meseta.train.trained import open_trained
+    from meseta.train.trained_model import open_trained
 
     folder = Path(data[0]) if data else None
-    with open_trained(run_dir, split, folder, every_row=True, **options) as trained:
+    with open_trained(run_dir, split, folder, ignore_filter=True, **options) as trained:
         num_rows = write_predictions(
-            trained.model, trained.reader, trained.world, out, names, trained.shift, columns=columns
+            trained.model, trained.reader, trained.world, out, names, trained.logit_shift, columns=columns
         )
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")
@@ -120,26 +120,28 @@ def _predict(
 
 def _is_dataset(data: Sequence[str]) -> bool:
     """Whether it is one folder with a dataset.json; any other folder holds raw files."""
-    from meseta.data.dataset.dataset import FILE_NAME
-    from meseta.machine.files import is_there
+    from meseta.data.dataset.dataset import DATASET_FILE
+    from meseta.machine.files import path_exists
 
-    return len(data) == 1 and is_there(Path(data[0]) / FILE_NAME)
+    return len(data) == 1 and path_exists(Path(data[0]) / DATASET_FILE)
 
 
 def _predict_rows(
     run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
     """Of raw rows, with metrics where they have labels."""
-    from meseta.cli.figures import figures
-    from meseta.train.predictions import write_new_predictions
-    from meseta.train.trained import open_for_rows
+    from meseta.cli.metrics_line import format_metrics
+    from meseta.train.predictions import write_raw_predictions
+    from meseta.train.trained_model import open_for_raw_rows
 
-    with open_for_rows(run_dir, patterns, keys=keys, **options) as trained:
-        predicted = write_new_predictions(trained.model, trained.reader, trained.world, out, trained.shift, columns)
+    with open_for_raw_rows(run_dir, patterns, keys=keys, **options) as trained:
+        predicted = write_raw_predictions(
+            trained.model, trained.reader, trained.world, out, trained.logit_shift, columns
+        )
     if trained.world.rank == 0:
         print(f"{predicted.num_rows:,} predictions in {out}")
         print_unseen(predicted.unseen)
-        for label, line in predicted.figures.items():
-            print(f"{label}: {figures(line)}")
+        for label, line in predicted.metrics.items():
+            print(f"{label}: {format_metrics(line)}")
         if predicted.note:
             print(f"note: {predicted.note}", file=sys.stderr)

@@ -16,96 +16,104 @@ from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset
-    from meseta.data.dataset.unseen import Unseen
+    from meseta.data.dataset.unseen_values import UnseenValues
     from meseta.data.layout import RawLayout
     from meseta.data.prepare.first_pass import Progress
     from meseta.data.prepare.options import PrepareOptions
 
-MOST_SHARES = 10
+MAX_SHOWN_SHARES = 10
 """Lines of a table that is printed of features."""
-_COLUMNS, _SPLITS = "What the columns are", "What is kept from training"
-TestFraction = Annotated[
-    float | None, typer.Option(help="Share of rows for testing.", show_default="0.1", rich_help_panel=_SPLITS)
+_COLUMNS_PANEL, _SPLITS_PANEL = "What the columns are", "What is kept from training"
+TestFractionOption = Annotated[
+    float | None, typer.Option(help="Share of rows for testing.", show_default="0.1", rich_help_panel=_SPLITS_PANEL)
 ]
-TestFiles = Annotated[
+TestFilesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--test-files", metavar="FILE", help="File or pattern of rows for testing; repeatable.", rich_help_panel=_SPLITS
+        "--test-files",
+        metavar="FILE",
+        help="File or pattern of rows for testing; repeatable.",
+        rich_help_panel=_SPLITS_PANEL,
     ),
 ]
-TestAfter = Annotated[
-    str | None, typer.Option(help="Time from which on rows are for testing: 2026-01-31.", rich_help_panel=_SPLITS)
+TestAfterOption = Annotated[
+    str | None, typer.Option(help="Time from which on rows are for testing: 2026-01-31.", rich_help_panel=_SPLITS_PANEL)
 ]
-ValidFraction = Annotated[
+ValidFractionOption = Annotated[
     float | None,
     typer.Option(
         help="Share of rows for choosing, the valid split.",
         show_default="none; of train --data, 0.1",
-        rich_help_panel=_SPLITS,
+        rich_help_panel=_SPLITS_PANEL,
     ),
 ]
-ValidFiles = Annotated[
+ValidFilesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--valid-files",
         metavar="FILE",
         help="File or pattern of rows for choosing; repeatable.",
-        rich_help_panel=_SPLITS,
+        rich_help_panel=_SPLITS_PANEL,
     ),
 ]
-ValidAfter = Annotated[
-    str | None, typer.Option(help="Time from which on they are for choosing, until testing.", rich_help_panel=_SPLITS)
+ValidAfterOption = Annotated[
+    str | None,
+    typer.Option(help="Time from which on they are for choosing, until testing.", rich_help_panel=_SPLITS_PANEL),
 ]
-SplitBy = Annotated[
+SplitByOption = Annotated[
     str | None,
     typer.Option(
         help="Shares of what. time: the last rows; group: whole groups.",
         show_default="rows drawn by seed",
-        rich_help_panel=_SPLITS,
+        rich_help_panel=_SPLITS_PANEL,
     ),
 ]
-Label = Annotated[
+LabelOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Column of the label, or of several: a,b; or a condition: 'rating >= 4'.",
         show_default="by its name",
-        rich_help_panel=_COLUMNS,
+        rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
-Dense = Annotated[
+DenseOption = Annotated[
     list[str] | None,
-    typer.Option(help="Columns that are numbers, or patterns: age,I*. The rest is inferred.", rich_help_panel=_COLUMNS),
+    typer.Option(
+        help="Columns that are numbers, or patterns: age,I*. The rest is inferred.", rich_help_panel=_COLUMNS_PANEL
+    ),
 ]
-Sparse = Annotated[
+SparseOption = Annotated[
     list[str] | None,
-    typer.Option(help="Columns that are categories, likewise; under --dense too: both.", rich_help_panel=_COLUMNS),
+    typer.Option(
+        help="Columns that are categories, likewise; under --dense too: both.", rich_help_panel=_COLUMNS_PANEL
+    ),
 ]
-Ignore = Annotated[
-    list[str] | None, typer.Option(help="Columns that are left out, likewise.", rich_help_panel=_COLUMNS)
+IgnoreOption = Annotated[
+    list[str] | None, typer.Option(help="Columns that are left out, likewise.", rich_help_panel=_COLUMNS_PANEL)
 ]
-TimeColumn = Annotated[
+TimeColumnOption = Annotated[
     list[str] | None,
     typer.Option(
         "--time",
         help="Column of times, which --test-after goes by.",
         show_default="by its name",
-        rich_help_panel=_COLUMNS,
+        rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
-SchemaFile = Annotated[
-    Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS)
+SchemaOption = Annotated[
+    Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS_PANEL)
 ]
-TextEncoding = Annotated[
+EncodingOption = Annotated[
     str | None,
     typer.Option(
-        "--encoding", help="Of text, such as cp1252.", show_default="UTF-8, or UTF-16", rich_help_panel=_COLUMNS
+        "--encoding", help="Of text, such as cp1252.", show_default="UTF-8, or UTF-16", rich_help_panel=_COLUMNS_PANEL
     ),
 ]
-_PrintSchema = Annotated[
-    bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS)
+_PrintSchemaOption = Annotated[
+    bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS_PANEL)
 ]
 
-_Sources = Annotated[
+_SourcesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
@@ -113,21 +121,21 @@ _Sources = Annotated[
         "Parquet.",
     ),
 ]
-_BAD = "Rows that cannot be parsed"
-BadRows = Annotated[
-    str, typer.Option(help="error: stop there. skip: leave them out, and count them.", rich_help_panel=_BAD)
+_BAD_ROWS_PANEL = "Rows that cannot be parsed"
+BadRowsOption = Annotated[
+    str, typer.Option(help="error: stop there. skip: leave them out, and count them.", rich_help_panel=_BAD_ROWS_PANEL)
 ]
-MaxBadRows = Annotated[
+MaxBadRowsOption = Annotated[
     str | None,
     typer.Option(
         help="With skip: stop when there are more; a number of rows, or a share such as 0.01 or 1%.",
         show_default="1%",
-        rich_help_panel=_BAD,
+        rich_help_panel=_BAD_ROWS_PANEL,
     ),
 ]
 
 
-_Like = Annotated[
+_LikeOption = Annotated[
     Path | None,
     typer.Option(
         "--like",
@@ -135,51 +143,51 @@ _Like = Annotated[
         help="Encode the rows, with labels or without, as an earlier dataset has its own, or that of a run.",
     ),
 ]
-_HashRows = Annotated[
+_HashRowsOption = Annotated[
     list[str] | None,
     typer.Option(help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"),
 ]
-_RecipeOnly = Annotated[
+_RecipeOnlyOption = Annotated[
     bool,
     typer.Option(
         "--recipe-only", help="Write no rows: they are made from the sources, by a recipe, each time they are read."
     ),
 ]
-_OF_LIKE = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows"}
+_LIKE_OPTIONS = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows"}
 """Options that have a meaning beside --like."""
 
 
 def prepare(
-    sources: _Sources,
+    sources: _SourcesArgument,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    like: _Like = None,
-    test_fraction: TestFraction = None,
-    test_files: TestFiles = None,
-    test_after: TestAfter = None,
-    valid_fraction: ValidFraction = None,
-    valid_files: ValidFiles = None,
-    valid_after: ValidAfter = None,
-    split_by: SplitBy = None,
+    like: _LikeOption = None,
+    test_fraction: TestFractionOption = None,
+    test_files: TestFilesOption = None,
+    test_after: TestAfterOption = None,
+    valid_fraction: ValidFractionOption = None,
+    valid_files: ValidFilesOption = None,
+    valid_after: ValidAfterOption = None,
+    split_by: SplitByOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the splits and of the hashes.")] = 0,
-    hash_rows: _HashRows = None,
+    hash_rows: _HashRowsOption = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
-    label: Label = None,
-    dense: Dense = None,
-    sparse: Sparse = None,
-    ignore: Ignore = None,
-    time_column: TimeColumn = None,
-    schema: SchemaFile = None,
-    encoding: TextEncoding = None,
-    print_schema: _PrintSchema = False,
-    bad_rows: BadRows = "error",
-    max_bad_rows: MaxBadRows = None,
-    recipe_only: _RecipeOnly = False,
+    label: LabelOption = None,
+    dense: DenseOption = None,
+    sparse: SparseOption = None,
+    ignore: IgnoreOption = None,
+    time_column: TimeColumnOption = None,
+    schema: SchemaOption = None,
+    encoding: EncodingOption = None,
+    print_schema: _PrintSchemaOption = False,
+    bad_rows: BadRowsOption = "error",
+    max_bad_rows: MaxBadRowsOption = None,
+    recipe_only: _RecipeOnlyOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
     if like is not None:
-        _refuse_beside_like(locals())
+        _check_like_options(locals())
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
     from meseta.data.prepare.options import PrepareOptions
@@ -207,22 +215,22 @@ def prepare(
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
     )
-    (_print_schema if print_schema else run)(options)
+    (_print_schema if print_schema else run_prepare)(options)
 
 
-def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:
+def _check_like_options(chosen: Mapping[str, Any]) -> None:
     """What an earlier dataset has decided is not asked for again; `chosen` are the arguments of `prepare`."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(prepare).parameters.items()}
     names = [name for name, value in chosen.items() if value not in (defaults[name], None, [])]
-    if others := sorted({*names} - _OF_LIKE):
+    if others := sorted({*names} - _LIKE_OPTIONS):
         options = ", ".join(f"--{name.removesuffix('_column').replace('_', '-')}" for name in others)
         raise MesetaError(f"prepare: {options} and --like exclude each other: the rows become what they are there")
 
 
 def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen: dict[str, Any]) -> None:
-    from meseta.data.prepare.like import LikeOptions, prepare_like
+    from meseta.data.prepare.prepare_like import PrepareLikeOptions, prepare_like
 
-    options = LikeOptions(sources=sources, out=out, like=like, force=force, **chosen)
+    options = PrepareLikeOptions(sources=sources, out=out, like=like, force=force, **chosen)
     start_s = time.perf_counter()
     with progress_bar() as progress:
         dataset, unseen = prepare_like(options, partial(progress, "read"))
@@ -230,44 +238,46 @@ def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen
     print_unseen(unseen)
 
 
-def print_unseen(unseen: Unseen) -> None:
+def print_unseen(unseen: UnseenValues) -> None:
     """Print which share of each feature's values training has not seen, the largest first, and warn of some."""
     shares = unseen.shares()
-    shown = [(name, share) for name, share in shares[:MOST_SHARES] if share]
+    shown = [(name, share) for name, share in shares[:MAX_SHOWN_SHARES] if share]
     if shown:
         typer.echo("  values that training has not seen, which share row 0, or the row of their hash:")
         width = max(len(name) for name, _ in shown)
         for name, share in shown:
             typer.echo(f"    {name:{width}} {share:7.2%}")
-        more = sum(share > 0 for _, share in shares[MOST_SHARES:])
+        more = sum(share > 0 for _, share in shares[MAX_SHOWN_SHARES:])
         typer.echo(f"    and {more} other features with less") if more else None
     elif shares:
         typer.echo("  training has seen all values")
-    if unseen.unknown:
-        names = ", ".join(unseen.unknown[:MOST_SHARES]) + (", ..." if len(unseen.unknown) > MOST_SHARES else "")
+    if unseen.uncounted_features:
+        names = ", ".join(unseen.uncounted_features[:MAX_SHOWN_SHARES]) + (
+            ", ..." if len(unseen.uncounted_features) > MAX_SHOWN_SHARES else ""
+        )
         typer.echo(f"  how many values are new cannot be told of {names}: the earlier dataset did not keep that")
     warnings = unseen.warnings()
-    for line in warnings[:MOST_SHARES]:
+    for line in warnings[:MAX_SHOWN_SHARES]:
         typer.echo(f"warning: {line}", err=True)
-    if len(warnings) > MOST_SHARES:
-        typer.echo(f"warning: and {len(warnings) - MOST_SHARES} other features likewise", err=True)
+    if len(warnings) > MAX_SHOWN_SHARES:
+        typer.echo(f"warning: and {len(warnings) - MAX_SHOWN_SHARES} other features likewise", err=True)
 
 
 def _print_schema(options: PrepareOptions) -> None:
     from meseta.data.prepare.run import read_layout
-    from meseta.data.schema.schema import schema_text
+    from meseta.data.schema.schema import format_schema
 
-    typer.echo(schema_text(read_layout(options)), nl=False)
+    typer.echo(format_schema(read_layout(options)), nl=False)
 
 
-def run(options: PrepareOptions, command: str = "the same command") -> Dataset:
+def run_prepare(options: PrepareOptions, command: str = "the same command") -> Dataset:
     """Prepare, and print what the columns are, how to change that with `command`, and what came of it."""
     from meseta.data.prepare.run import prepare
 
     start_s = time.perf_counter()
     with progress_bar() as progress:
-        by_chance = options.rule_of("test") == "fraction" and options.split_by is None
-        show = partial(print_layout, given=options.schema is not None, by_chance=by_chance, command=command)
+        by_chance = options.split_rule("test") == "fraction" and options.split_by is None
+        show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
         dataset = prepare(options, progress, show)
     print_summary(dataset, options.out, time.perf_counter() - start_s)
     return dataset
@@ -357,21 +367,23 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def print_layout(layout: RawLayout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
+def print_layout(
+    layout: RawLayout, *, has_schema: bool, is_random_split: bool = False, command: str = "the same command"
+) -> None:
     """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
     rows with times could be tested on later ones, where chance splits them."""
-    from meseta.data.schema.schema import schema_text
+    from meseta.data.schema.schema import format_schema
 
-    if not layout.reasons and not given:
+    if not layout.reasons and not has_schema:
         return  # Criteo's, which is no guess
-    typer.echo(f"columns, {'as the schema says' if given else 'as inferred'}:")
-    typer.echo("".join(f"  {line}\n" for line in schema_text(layout).splitlines()), nl=False)
-    if not given:
+    typer.echo(f"columns, {'as the schema says' if has_schema else 'as inferred'}:")
+    typer.echo("".join(f"  {line}\n" for line in format_schema(layout).splitlines()), nl=False)
+    if not has_schema:
         typer.echo(
             "to change that: --label, --dense, --sparse, --ignore or --time with names or patterns; or all of it in a "
             f"file: {command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
         )
-    if by_chance and (layout.time is not None or layout.other_times):
+    if is_random_split and (layout.time is not None or layout.other_times):
         option = "" if layout.time is not None else f"--time {layout.other_times[0]} "
         typer.echo(
             f"test rows are drawn by chance from all times; {option}--test-after TIME tests on later ones, as those of "

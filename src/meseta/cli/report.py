@@ -40,18 +40,18 @@ def report(
             write_comparison(comparison, out)
         return
     page = write_comparison(comparison, out or Path("comparison.html"))
-    _print(comparison)
+    _print_comparison(comparison)
     typer.echo(f"report: {page}")
 
 
-def _print(comparison: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     """The main metrics with their differences to the first run, and what else differs."""
     from rich.console import Console
     from rich.table import Table
 
     from meseta.report.comparison import speed_ratio
-    from meseta.report.differences import grouped
-    from meseta.telemetry.shown import ABSENT, count, fixed, short, signed
+    from meseta.report.differences import group_differences
+    from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, format_difference, format_si
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -62,23 +62,27 @@ def _print(comparison: Comparison) -> None:
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=name != "run")
     for run in comparison.runs:
         ratio = speed_ratio(run, first)
-        speed = short(run.head.samples_per_s) + (f" ×{ratio:.2f}" if ratio is not None and run is not first else "")
+        speed = format_si(run.headline.samples_per_s) + (
+            f" ×{ratio:.2f}" if ratio is not None and run is not first else ""
+        )
         cells = []
         for metric in metrics:
             value, difference = comparison.value(metric, run), comparison.difference(metric, run)
-            shown = fixed(value, metric.decimals) if value is not None else ABSENT
+            shown = format_decimal(value, metric.decimals) if value is not None else NO_VALUE
             cells.append(
-                shown if difference is None or run is first else f"{shown} {signed(difference, metric.decimals)}"
+                shown
+                if difference is None or run is first
+                else f"{shown} {format_difference(difference, metric.decimals)}"
             )
-        steps = count(run.head.num_steps) + ("" if run.head.is_done else "…")
-        table.add_row(run.label, steps, count(run.head.num_ranks), speed, *cells)
+        steps = format_count(run.headline.num_steps) + ("" if run.headline.is_done else "…")
+        table.add_row(run.label, steps, format_count(run.headline.num_ranks), speed, *cells)
     console.print(table)
     for index, run in enumerate(comparison.runs[1:], start=1):
         for part in ("config", "data", "plan"):
-            rows = [row for row in grouped(getattr(comparison, part)) if row.values[index] != row.values[0]]
+            rows = [row for row in group_differences(getattr(comparison, part)) if row.values[index] != row.values[0]]
             changes = [f"{row.name} {row.values[0]} -> {row.values[index]}" for row in rows[:MAX_CHANGES]]
             changes += [f"{len(rows) - MAX_CHANGES} more"] * (len(rows) > MAX_CHANGES)
-            if rows and any(row.values[index] != ABSENT for row in rows):
+            if rows and any(row.values[index] != NO_VALUE for row in rows):
                 console.print(f"{part} of {run.label}: {', '.join(changes)}", soft_wrap=True)
     for note in comparison.notes:
         console.print(f"note: {note}", soft_wrap=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meseta.cli.launch import Ended, StopSignals, run_attempt
+from meseta.cli.launch import LaunchResult, StopSignals, run_attempt
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
@@ -17,14 +17,14 @@ FORCE = "--force"
 
 
 @dataclass(frozen=True)
-class Restarts:
+class RestartPolicy:
     """How often a run may be started again, and on how few ranks."""
 
-    most: int
-    least_ranks: int
+    max_restarts: int
+    min_ranks: int
 
     @staticmethod
-    def of(most: int, least_ranks: int | None, num_ranks: int, settings: RunConfig) -> Restarts:
+    def from_options(most: int, least_ranks: int | None, num_ranks: int, settings: RunConfig) -> RestartPolicy:
         """As the command line says it of a run on `num_ranks`; `least_ranks` None: no fewer. Raises MesetaError where
         the run could not be taken up, or not on so few ranks."""
         if most < 0:
@@ -35,23 +35,23 @@ class Restarts:
             raise MesetaError(f"--min-nproc {least_ranks} is for a run that is started again; give --restarts too")
         if most and settings.checkpoint.resume == "never":
             raise MesetaError("--restarts: checkpoint.resume is 'never', so that no run is taken up; set it to auto")
-        restarts = Restarts(most, num_ranks if least_ranks is None else least_ranks)
-        for fewer in range(restarts.least_ranks, num_ranks):
-            if refused := _refuses(settings, fewer):
+        restarts = RestartPolicy(most, num_ranks if least_ranks is None else least_ranks)
+        for fewer in range(restarts.min_ranks, num_ranks):
+            if refused := _refusal_reason(settings, fewer):
                 raise MesetaError(
-                    f"--min-nproc {restarts.least_ranks}: {refused}, so that the run cannot go on on {fewer} "
+                    f"--min-nproc {restarts.min_ranks}: {refused}, so that the run cannot go on on {fewer} "
                     f"rank{'s' * (fewer > 1)}; set --min-nproc {num_ranks}, or let the file leave that open"
                 )
         return restarts
 
-    def next_ranks(self, num_ranks: int, ended: Ended) -> int:
+    def next_ranks(self, num_ranks: int, ended: LaunchResult) -> int:
         """On how many ranks a run goes on: those that were killed are gone. Where all were, or none, it may be that
         none is."""
-        num_left = num_ranks - len(ended.killed)
-        return max(num_left, self.least_ranks) if num_left else num_ranks
+        num_left = num_ranks - len(ended.killed_ranks)
+        return max(num_left, self.min_ranks) if num_left else num_ranks
 
 
-def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restarts, settings: RunConfig) -> int:
+def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: RestartPolicy, settings: RunConfig) -> int:
     """Run `meseta ARGUMENTS` on ranks of this machine, again each time that ranks are lost; returns the exit code of
     the last time.
 
@@ -62,41 +62,42 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
     signals = StopSignals()
     signals.install()
     # With --force a run begins anew, once: what was there before is none of its checkpoints.
-    former = set(_checkpoints(settings)) if FORCE in arguments else set()
-    for number in range(1, restarts.most + 1):
+    former = set(_checkpoint_steps(settings)) if FORCE in arguments else set()
+    for number in range(1, restarts.max_restarts + 1):
         ended = run_attempt(arguments, num_ranks, signals, settings.comm.time_limits, settings.run_dir)
-        if not ended.loss or signals.number is not None:
-            return ended.tell()
+        if not ended.loss_reason or signals.first_signal is not None:
+            return ended.report_failure()
         num_ranks, place = restarts.next_ranks(num_ranks, ended), "the first step"
-        if steps := [step for known, step in _checkpoints(settings).items() if known not in former]:
+        if steps := [step for known, step in _checkpoint_steps(settings).items() if known not in former]:
             place, arguments = f"step {max(steps)}", [word for word in arguments if word != FORCE]
-        print(f"note: {ended.loss}; restart {number} of {restarts.most}, on {num_ranks} rank{'s' * (num_ranks > 1)}, "
+        print(f"note: {ended.loss_reason}; restart {number} of {restarts.max_restarts}, on {num_ranks} "
+              f"rank{'s' * (num_ranks > 1)}, "
               f"from {place}", file=sys.stderr, flush=True)  # fmt: skip
     ended = run_attempt(arguments, num_ranks, signals, settings.comm.time_limits, settings.run_dir)
-    return ended.tell(" after the last restart")
+    return ended.report_failure(" after the last restart")
 
 
-def _checkpoints(settings: RunConfig) -> dict[tuple[str, float], int]:
+def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
     """Steps of the checkpoints of a run, each by what tells it from a former one of the same step."""
     from meseta.checkpoint.manifest import MANIFEST_PATH
-    from meseta.checkpoint.store.names import named_step
-    from meseta.checkpoint.store.store import named
-    from meseta.machine.remote import changed_s, location_exists
+    from meseta.checkpoint.store.names import parse_step
+    from meseta.checkpoint.store.store import list_candidates
+    from meseta.machine.remote import location_exists, modification_time_s
 
-    manifests = [path / MANIFEST_PATH for path in named(settings.checkpoints)]
-    return {(str(m), changed_s(m)): named_step(m.parent) for m in manifests if location_exists(m)}
+    manifests = [path / MANIFEST_PATH for path in list_candidates(settings.checkpoint_location)]
+    return {(str(m), modification_time_s(m)): parse_step(m.parent) for m in manifests if location_exists(m)}
 
 
-def _refuses(settings: RunConfig, num_ranks: int) -> str | None:
+def _refusal_reason(settings: RunConfig, num_ranks: int) -> str | None:
     """What of the files of a run keeps it from `num_ranks` ranks; None where nothing does."""
     from meseta.spec.constraints import Constraints
     from meseta.spec.documents import load_document
-    from meseta.spec.plan_document import why_not_on
+    from meseta.spec.plan_document import rank_mismatch_reason
 
     plan, planner = settings.plan, settings.planner
     if plan != "auto":
         document: Mapping[Any, Any] = plan if isinstance(plan, dict) else load_document("plan", plan, dict)
-        why = why_not_on(document, num_ranks)
+        why = rank_mismatch_reason(document, num_ranks)
         if why is not None:
             return f"the plan of the config {why}" if isinstance(plan, dict) else f"plan file {str(plan)!r} {why}"
     if planner.topology is not None:

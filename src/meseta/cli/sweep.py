@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from meseta.cli.jobs import CommandJob, command_step, last_words, run_jobs
+from meseta.cli.jobs import CommandJob, command_step, last_output_line, run_jobs
 from meseta.cli.launch import StopSignals
 from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
-    from meseta.train.sweep.sweep import Result, Sweep, Trial
+    from meseta.train.sweep.sweep import Sweep, Trial, TrialResult
 
 
-class RankedBy(enum.StrEnum):
+class SweepMetric(enum.StrEnum):
     """Figures that trials can be ranked by."""
 
     NE = "ne"
@@ -38,49 +38,49 @@ def sweep(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the sweep; each trial is a run in it.")],
-    by_chance: Annotated[bool, typer.Option("--random", help="Draw trials by chance; else try every combination.")] = (
-        False
-    ),
+    random_search: Annotated[
+        bool, typer.Option("--random", help="Draw trials by chance; else try every combination.")
+    ] = (False),
     trials: Annotated[int | None, typer.Option(min=1, help="Number of trials drawn by --random.")] = None,
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
     metric: Annotated[
-        RankedBy, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
-    ] = RankedBy.NE,
+        SweepMetric, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
+    ] = SweepMetric.NE,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
-    from meseta.telemetry.splits import note_flattered
+    from meseta.telemetry.splits import test_selection_warning
     from meseta.train.sweep.sweep import (
-        Result,
-        draws,
-        grid,
+        TrialResult,
+        grid_settings,
         open_sweep,
         parse_space,
-        rank,
+        random_settings,
+        rank_trials,
         write_page,
         write_tables,
     )
 
-    if by_chance != (trials is not None):
+    if random_search != (trials is not None):
         raise MesetaError("sweep: --random and --trials N go together; a grid tries every combination once")
     space, fixed = parse_space(settings)
-    chosen = grid(space) if trials is None else draws(space, trials, seed)
-    plan = open_sweep(out, config, fixed, chosen, may_grow=by_chance)
+    chosen = grid_settings(space) if trials is None else random_settings(space, trials, seed)
+    plan = open_sweep(out, config, fixed, chosen, allow_growth=random_search)
     signals = StopSignals()
     signals.install()
-    results = [Result(trial, trial.summary(), "not run yet") for trial in plan.trials]
+    results = [TrialResult(trial, trial.summary(), "not run yet") for trial in plan.trials]
     for index, trial in enumerate(plan.trials):
-        results[index] = _finish(plan, trial, nproc, signals, metric.value)
-        write_tables(plan, rank(results, metric.value))
-        if signals.number is not None:
+        results[index] = _finish_trial(plan, trial, nproc, signals, metric.value)
+        write_tables(plan, rank_trials(results, metric.value))
+        if signals.first_signal is not None:
             print(f"interrupted in trial {index + 1}; the same command goes on from there", file=sys.stderr)
-            raise typer.Exit(128 + signals.number)
-    ranked = rank(results, metric.value)
-    ranked[0] = _tested(plan, ranked[0], nproc, signals)
+            raise typer.Exit(128 + signals.first_signal)
+    ranked = rank_trials(results, metric.value)
+    ranked[0] = _evaluate_best(plan, ranked[0], nproc, signals)
     write_tables(plan, ranked)
     page = write_page(plan, ranked)
-    _print(ranked)
-    if note := note_flattered(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
+    _print_ranking(ranked)
+    if note := test_selection_warning(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
         print(f"note: {note}")
     print(f"tables: {plan.out / 'sweep.csv'}, {plan.out / 'sweep.md'}")
     if page is None:
@@ -88,73 +88,73 @@ def sweep(
     print(f"report: {page}")
 
 
-def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> Result:
+def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> TrialResult:
     """Run a trial that is not finished, and say in one line how it went."""
-    from meseta.train.sweep.sweep import Result, metric_column, shown
+    from meseta.train.sweep.sweep import TrialResult, format_cell, metric_column
 
     head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
     summary, problem, kept = trial.summary(), "", "  (kept)"
     if summary is None:
         kept = ""
-        code = _train([*_command(plan, trial, nproc), "--no-test"], plan.log(trial), signals)
+        code = _run_training([*_train_command(plan, trial, nproc), "--no-test"], plan.log(trial), signals)
         summary = trial.summary()
-        if signals.number is not None:
+        if signals.first_signal is not None:
             problem = "stopped"
         elif code != 0 or summary is None:
-            summary, problem = None, f"failed with exit code {code}: {last_words(plan.log(trial))}"
-    result = Result(trial, summary, problem)
-    if signals.number is None:
-        figure = f"{metric} {shown(metric_column(metric), result.figure(metric)) or 'undefined'}"
+            summary, problem = None, f"failed with exit code {code}: {last_output_line(plan.log(trial))}"
+    result = TrialResult(trial, summary, problem)
+    if signals.first_signal is None:
+        figure = f"{metric} {format_cell(metric_column(metric), result.metric(metric)) or 'undefined'}"
         print(f"{head}  {problem or figure}{kept}", flush=True)
     return result
 
 
-def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Result:
+def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSignals) -> TrialResult:
     """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
     from meseta.telemetry.splits import TEST
-    from meseta.train.sweep.sweep import Result
+    from meseta.train.sweep.sweep import TrialResult
 
-    if result.summary is None or TEST in result.summary.splits:
+    if result.summary is None or TEST in result.summary.evaluated_splits:
         return result
-    code = _train(_command(plan, result.trial, nproc), plan.log(result.trial), signals)
-    if signals.number is not None:
+    code = _run_training(_train_command(plan, result.trial, nproc), plan.log(result.trial), signals)
+    if signals.first_signal is not None:
         print("interrupted at the test split of the best trial; the same command goes on from there", file=sys.stderr)
-        raise typer.Exit(128 + signals.number)
+        raise typer.Exit(128 + signals.first_signal)
     summary = result.trial.summary()
-    if summary is None or TEST not in summary.splits:
+    if summary is None or TEST not in summary.evaluated_splits:
         raise MesetaError(
             f"sweep: the best trial, {result.trial.run_dir.name}, could not be evaluated on the test split (exit code "
-            f"{code}): {last_words(plan.log(result.trial))}"
+            f"{code}): {last_output_line(plan.log(result.trial))}"
         )
-    return Result(result.trial, summary)
+    return TrialResult(result.trial, summary)
 
 
-def _command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
+def _train_command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
     return ["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)]
 
 
-def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
+def _run_training(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
     """A training in a process of its own; its exit code."""
     job = CommandJob("meseta trial", log, [command_step(arguments, "meseta trial")])
-    return next((done.code for done in run_jobs([job], 1, signals)), 1)
+    return next((done.exit_code for done in run_jobs([job], 1, signals)), 1)
 
 
-def _print(ranked: Sequence[Result]) -> None:
+def _print_ranking(ranked: Sequence[TrialResult]) -> None:
     """The ranked table."""
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.sweep.sweep import PROBLEM, rows, shown
+    from meseta.train.sweep.sweep import PROBLEM, format_cell, table_rows
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge to break lines at
-    cells = rows(ranked)
+    cells = table_rows(ranked)
     columns = [column for column in cells[0] if column != PROBLEM or any(row[PROBLEM] for row in cells)]
     table = Table(box=None, pad_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.kind == "text" else "right"
         table.add_column(column.name, justify=justify, no_wrap=column != PROBLEM)
     for row in cells:
-        table.add_row(*(shown(column, row[column]) for column in columns))
+        table.add_row(*(format_cell(column, row[column]) for column in columns))
     console.print(table)

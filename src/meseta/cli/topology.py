@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from meseta.machine.ranks import is_first
+from meseta.machine.ranks import is_first_rank
 
 if TYPE_CHECKING:
-    from meseta.measure.topology import Detected
+    from meseta.measure.topology import DetectedTopology
 
 app = typer.Typer(help="Machines that plans are made for.", no_args_is_help=True)
 
@@ -34,8 +34,8 @@ def detect(
 ) -> None:
     """Look at this machine and write a topology; under torchrun, of all hosts, which are taken as equal."""
     from meseta.errors import check_choice
-    from meseta.machine.files import write_whole
-    from meseta.measure.topology import detect as look
+    from meseta.machine.files import write_atomic
+    from meseta.measure.topology import detect_topology as look
     from meseta.measure.topology import find_gpus
     from meseta.spec import CostModel, DeviceKind
 
@@ -45,19 +45,19 @@ def detect(
     model = None if cost_model is None else CostModel.load(cost_model)
     gpus = None if device == "cpu" else find_gpus()
     found = look(num_devices=devices_per_host, device=kind, folder=disk, cost_model=model, gpus=gpus)
-    if not is_first():
+    if not is_first_rank():
         return
-    text = _document(found)
+    text = _topology_yaml(found)
     if out is None:
         typer.echo(text, nl=False)
         return
-    write_whole(out, text)
+    write_atomic(out, text)
     for note in found.notes:
         typer.echo(note)
     typer.echo(f"wrote {out}")
 
 
-def _document(found: Detected) -> str:
+def _topology_yaml(found: DetectedTopology) -> str:
     """YAML, with the notes as comments."""
     import yaml
 

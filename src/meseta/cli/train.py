@@ -12,118 +12,120 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meseta.cli.figures import figures
-from meseta.cli.launch import is_rank, run_ranks
+from meseta.cli.launch import is_nproc_rank, run_ranks
+from meseta.cli.metrics_line import format_metrics
 from meseta.cli.prepare import (
-    BadRows,
-    Dense,
-    Ignore,
-    Label,
-    MaxBadRows,
-    SchemaFile,
-    Sparse,
-    SplitBy,
-    TestAfter,
-    TestFiles,
-    TestFraction,
-    TextEncoding,
-    TimeColumn,
-    ValidAfter,
-    ValidFiles,
-    ValidFraction,
+    BadRowsOption,
+    DenseOption,
+    EncodingOption,
+    IgnoreOption,
+    LabelOption,
+    MaxBadRowsOption,
+    SchemaOption,
+    SparseOption,
+    SplitByOption,
+    TestAfterOption,
+    TestFilesOption,
+    TestFractionOption,
+    TimeColumnOption,
+    ValidAfterOption,
+    ValidFilesOption,
+    ValidFractionOption,
     bad_row_options,
     column_options,
 )
-from meseta.cli.prepare import run as prepare
-from meseta.cli.restarts import Restarts, run_with_restarts
-from meseta.errors import MesetaError, shown
-from meseta.machine.ranks import is_first, is_launched
+from meseta.cli.prepare import run_prepare as prepare
+from meseta.cli.restarts import RestartPolicy, run_with_restarts
+from meseta.errors import MesetaError, format_value
+from meseta.machine.ranks import is_distributed, is_first_rank
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
     from meseta.data import Dataset, PrepareOptions
     from meseta.telemetry.timeline import StepRange
 
-_Arguments = Annotated[
+_SettingsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...", help="YAML config of the run, and settings such as train.batch_size=4096."
     ),
 ]
-_FILES = "Raw files, prepared first if that was not done yet"
-_Data = Annotated[
+_RAW_FILES_PANEL = "Raw files, prepared first if that was not done yet"
+_DataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
         metavar="FILE",
         help="Raw file or pattern, as for `meseta prepare`; repeatable. Without a config, run_dir is runs/<its name>.",
-        rich_help_panel=_FILES,
+        rich_help_panel=_RAW_FILES_PANEL,
     ),
 ]
-_Force = Annotated[
+_ForceOption = Annotated[
     bool,
     typer.Option("--force", help="Begin anew: drop the run in run_dir, and prepare again what was prepared otherwise."),
 ]
-_Nproc = Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")]
-_Restarts = Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")]
-_MinNproc = Annotated[
+_NprocOption = Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")]
+_RestartsOption = Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")]
+_MinNprocOption = Annotated[
     int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
 ]
-_Readers = Annotated[
+_ReadersOption = Annotated[
     str,
     typer.Option(
         help="Processes of this machine that decode the rows, for all ranks: so many, or auto, as many as keep "
         "training from waiting, of as many as there are cores; 0: each rank does."
     ),
 ]
-MOST_READERS = 1024
+MAX_READERS = 1024
 """Of one machine."""
-_Profile = Annotated[
+_ProfileOption = Annotated[
     bool,
     typer.Option("--profile", help="Write timeline.json, for ui.perfetto.dev: what every rank did in ten steps."),
 ]
-_ProfileSteps = Annotated[
+_ProfileStepsOption = Annotated[
     str | None, typer.Option(metavar="FIRST:LAST", help="The same of these steps, counted from 1; 100 at most.")
 ]
-_NoTest = Annotated[bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")]
+_NoTestOption = Annotated[
+    bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")
+]
 
 
 def train(
-    arguments: _Arguments = None,
-    data: _Data = None,
-    test_fraction: TestFraction = None,
-    test_files: TestFiles = None,
-    test_after: TestAfter = None,
-    valid_fraction: ValidFraction = None,
-    valid_files: ValidFiles = None,
-    valid_after: ValidAfter = None,
-    split_by: SplitBy = None,
-    label: Label = None,
-    dense: Dense = None,
-    sparse: Sparse = None,
-    ignore: Ignore = None,
-    time_column: TimeColumn = None,
-    schema: SchemaFile = None,
-    encoding: TextEncoding = None,
-    bad_rows: BadRows = "error",
-    max_bad_rows: MaxBadRows = None,
-    nproc: _Nproc = 1,
-    restarts: _Restarts = 0,
-    min_nproc: _MinNproc = None,
-    readers: _Readers = "0",
-    no_test: _NoTest = False,
-    profile: _Profile = False,
-    profile_steps: _ProfileSteps = None,
-    force: _Force = False,
+    arguments: _SettingsArgument = None,
+    data: _DataOption = None,
+    test_fraction: TestFractionOption = None,
+    test_files: TestFilesOption = None,
+    test_after: TestAfterOption = None,
+    valid_fraction: ValidFractionOption = None,
+    valid_files: ValidFilesOption = None,
+    valid_after: ValidAfterOption = None,
+    split_by: SplitByOption = None,
+    label: LabelOption = None,
+    dense: DenseOption = None,
+    sparse: SparseOption = None,
+    ignore: IgnoreOption = None,
+    time_column: TimeColumnOption = None,
+    schema: SchemaOption = None,
+    encoding: EncodingOption = None,
+    bad_rows: BadRowsOption = "error",
+    max_bad_rows: MaxBadRowsOption = None,
+    nproc: _NprocOption = 1,
+    restarts: _RestartsOption = 0,
+    min_nproc: _MinNprocOption = None,
+    readers: _ReadersOption = "0",
+    no_test: _NoTestOption = False,
+    profile: _ProfileOption = False,
+    profile_steps: _ProfileStepsOption = None,
+    force: _ForceOption = False,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
-    from meseta.config import check_document, read_document
+    from meseta.config import read_config_document, validate_document
     from meseta.telemetry.timeline import StepRange
 
     profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
-    config, overrides = _split(arguments or [])
-    document = read_document(config, overrides)
-    said = _said(
+    config, overrides = _split_arguments(arguments or [])
+    document = read_config_document(config, overrides)
+    said = _given_options(
         test_fraction=test_fraction,
         test_files=test_files,
         test_after=test_after,
@@ -137,86 +139,86 @@ def train(
         **bad_row_options(bad_rows, max_bad_rows),
     )
     _choose_folders(document, data or [], said)
-    settings = check_document(document, config)
+    settings = validate_document(document, config)
     with ExitStack() as stack:
-        if not is_rank():
+        if not is_nproc_rank():
             if readers != "0":
-                stack.enter_context(_reading(readers, data or [], settings))
-            _launch(nproc, restarts, min_nproc, settings)
+                stack.enter_context(_run_local_readers(readers, data or [], settings))
+            _launch_ranks(nproc, restarts, min_nproc, settings)
         tried_on = None
         if data:
-            tried_on = _fill(document, settings, sources=data, force=force, **said)
-            settings = check_document(document, config)
-        _run(settings, with_test=not no_test, profile=profiled, anew=force, tried_on=tried_on)
+            tried_on = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said)
+            settings = validate_document(document, config)
+        _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, tuning_dataset=tried_on)
 
 
 @contextmanager
-def _reading(readers: str, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
+def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
     """Readers of this machine, which all ranks are told of. Raises MesetaError where these are not for this command."""
+    from meseta.machine.environment_variables import environ
     from meseta.machine.processors import num_cores
-    from meseta.machine.variables import variables
-    from meseta.readers.local import local_readers
-    from meseta.train.setup.source import READERS
+    from meseta.readers.local_readers import local_readers
+    from meseta.train.setup.source import READERS_VARIABLE
 
     problem = None
-    is_number = readers.isascii() and readers.isdigit() and 0 < int(readers) <= MOST_READERS
+    is_number = readers.isascii() and readers.isdigit() and 0 < int(readers) <= MAX_READERS
     if readers != "auto" and not is_number:
-        problem = f"it is a number up to {MOST_READERS}, or auto"
-    elif is_launched():
+        problem = f"it is a number up to {MAX_READERS}, or auto"
+    elif is_distributed():
         problem = "torchrun starts a command for each rank; start `meseta readers` yourself, and name data.service.url"
     elif data:
         problem = "raw files are prepared by the ranks themselves; run `meseta prepare` first, and name data.dir"
     elif settings.data.dir is None:
         problem = "data.service.url names readers; leave one of the two out"
     if problem is not None or settings.data.dir is None:
-        raise MesetaError(f"train: --readers {shown(readers)}: {problem}")
+        raise MesetaError(f"train: --readers {format_value(readers)}: {problem}")
     least, most = (1, num_cores()) if readers == "auto" else (int(readers), int(readers))
     with local_readers(settings.data.dir, least, most) as url:
-        variables[READERS] = url
+        environ[READERS_VARIABLE] = url
         try:
             yield
         finally:
-            del variables[READERS]
+            del environ[READERS_VARIABLE]
 
 
-def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
+def _launch_ranks(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
     """Be the launcher of this command's ranks, where it has several or is started again; comes back where it has
     not."""
-    if is_launched():
+    if is_distributed():
         if restarts or min_nproc is not None:
             raise MesetaError("--restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes")
         return
-    how = Restarts.of(restarts, min_nproc, nproc, settings)
-    if how.most:
+    how = RestartPolicy.from_options(restarts, min_nproc, nproc, settings)
+    if how.max_restarts:
         sys.exit(run_with_restarts(sys.argv[1:], nproc, how, settings))
     if nproc != 1:
         sys.exit(run_ranks(sys.argv[1:], nproc, settings.comm.time_limits, settings.run_dir))
 
 
-def _fill(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
+def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
     """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
     by trial."""
     from meseta.data import PrepareOptions
-    from meseta.data.prepare import for_training
-    from meseta.train.outside.raw_files import can_be_tried, choose_settings
+    from meseta.data.prepare import with_training_defaults
+    from meseta.train.interop.default_settings import can_tune_table_rate, choose_settings
 
     assert settings.data.dir is not None  # or `_choose_folders` has refused it
-    dataset = _prepared(for_training(PrepareOptions(out=settings.data.dir, **options)))
+    dataset = _ensure_prepared(with_training_defaults(PrepareOptions(out=settings.data.dir, **options)))
     chosen = choose_settings(document, dataset)
-    if chosen and is_first():
+    if chosen and is_first_rank():
         _print_chosen(chosen, dataset)
-    return dataset if "embedding.optimizer.lr" in chosen and can_be_tried(dataset) else None
+    return dataset if "embedding.optimizer.lr" in chosen and can_tune_table_rate(dataset) else None
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
     """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing, or two things, say
     what to train on."""
     from meseta.config import set_default
-    from meseta.config.load import value_at
-    from meseta.train.outside.raw_files import default_run_dir
+    from meseta.config.load import get_value
+    from meseta.train.interop.default_settings import default_run_dir
 
     if data:
-        if (url := value_at(document, "data.service.url")) is not None:
+        if (url := get_value(document, "data.service.url")) is not None:
             raise MesetaError(
                 f"train: --data {data[0]!r} and data.service.url {url!r}: rows come from one of them; leave one out"
             )
@@ -229,53 +231,58 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
 
 
-def _run(
-    settings: RunConfig, *, with_test: bool, profile: StepRange | bool, anew: bool, tried_on: Dataset | None
+def _train(
+    settings: RunConfig,
+    *,
+    with_test: bool,
+    profile: StepRange | bool,
+    from_scratch: bool,
+    tuning_dataset: Dataset | None,
 ) -> None:
-    """Train to the end, from the first step on if `anew`, and print what came of it; on `tried_on`, the rate of the
-    tables is found by trial first."""
-    from meseta.machine.interruption import Stopped
-    from meseta.train.run_dir import drop_run
+    """Train to the end, from the first step on if `from_scratch`, and print what came of it; on `tuning_dataset`, the
+    rate of the tables is found by trial first."""
+    from meseta.machine.interruption import TrainingInterrupt
+    from meseta.train.run_dir import clear_run
     from meseta.train.session import session
-    from meseta.train.sweep.trials import settle_table_rate
+    from meseta.train.sweep.trials import choose_table_rate
     from meseta.train.trainer import Trainer
 
     try:
         with session(settings) as world:
-            if anew:
-                drop_run(settings, world)
-            if tried_on is not None:
-                settings = settle_table_rate(settings, tried_on, world)
+            if from_scratch:
+                clear_run(settings, world)
+            if tuning_dataset is not None:
+                settings = choose_table_rate(settings, tuning_dataset, world)
             summary = Trainer(settings, world, with_test=with_test, profile=profile).run()
-    except Stopped as stopped:
+    except TrainingInterrupt as stopped:
         raise typer.Exit(stopped.exit_code) from None
     if world.rank == 0:
         _print_result(summary, settings.run_dir)
 
 
-def _said(**options: Any) -> dict[str, Any]:
+def _given_options(**options: Any) -> dict[str, Any]:
     """Those of PrepareOptions that the command line has."""
     return {name: value for name, value in options.items() if value not in (None, [], "error")}
 
 
-def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+def _split_arguments(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     """The config, if the first argument is one, and the settings."""
     if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
         return Path(arguments[0]), arguments[1:]
     return None, arguments
 
 
-def _prepared(options: PrepareOptions) -> Dataset:
+def _ensure_prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
-    prepares = is_first()
-    while (dataset := _load(options)) is None:
+    prepares = is_first_rank()
+    while (dataset := _load_prepared(options)) is None:
         if prepares:
             return prepare(options, command="`meseta prepare FILE --out DIR`")
         time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
     return dataset
 
 
-def _load(options: PrepareOptions) -> Dataset | None:
+def _load_prepared(options: PrepareOptions) -> Dataset | None:
     """None where it has to be prepared, first or again."""
     from meseta.data.prepare import load_prepared
 
@@ -298,16 +305,16 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    from meseta.telemetry.splits import EVALUATED, TEST, note_flattered
+    from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, test_selection_warning
 
     teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
-    for split in (split for split in EVALUATED if split in summary):
+    for split in (split for split in EVALUATED_SPLITS if split in summary):
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))
-        print(f"{split} {figures(line)}")
+        print(f"{split} {format_metrics(line)}")
     if line["step"] != summary["num_steps"]:
         print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
-    if note := note_flattered(chosen.get("split"), chosen.get("what", ())):
+    if note := test_selection_warning(chosen.get("split"), chosen.get("what", ())):
         print(f"note: {note}")
     if teacher and TEST in summary:
         print(f"best reachable: AUC {teacher['auc']:.4f}  NE {teacher['ne']:.4f}  (the teacher's, on the same rows)")

@@ -12,8 +12,8 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.errors import MesetaError
-from meseta.machine.processes import become_module
-from meseta.machine.ranks import is_launched
+from meseta.machine.processes import exec_module
+from meseta.machine.ranks import is_distributed
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -42,7 +42,7 @@ def verify(
 ) -> None:
     """Train some steps on N ranks and in one process; name the first table, row and step that differ. Exit code 1 where
     any does."""
-    chosen = _config(config, settings or [], plan, float64)
+    chosen = _verification_config(config, settings or [], plan, float64)
     if record_to is not None:
         from meseta.train.session import session
         from meseta.train.verify import record
@@ -50,20 +50,20 @@ def verify(
         with session(chosen) as world:
             record(chosen, world, record_to, steps)
         return
-    if is_launched():
+    if is_distributed():
         raise MesetaError(
             "verify: it starts its ranks itself, on this machine; run it without torchrun, with --nproc N"
         )
-    found = _compare(chosen, sys.argv[1:], steps, nproc)
-    _print(found, chosen)
-    is_told = found.first is not None and found.first.phase == "training" and found.comm.is_exact
+    found = _run_and_compare(chosen, sys.argv[1:], steps, nproc)
+    _print_verification(found, chosen)
+    is_told = found.first_mismatch is not None and found.first_mismatch.phase == "training" and found.comm.is_lossless
     if is_told and chosen.embedding.dtype == "float32":
         print("a fault, or rounding that was magnified? float64 tells: a fault stays, rounding shrinks to 1e-10\n")
-        become_module("meseta.cli.main", [*sys.argv[1:], "--float64"])
-    raise typer.Exit(0 if found.first is None else 1)
+        exec_module("meseta.cli.main", [*sys.argv[1:], "--float64"])
+    raise typer.Exit(0 if found.first_mismatch is None else 1)
 
 
-def _compare(config: RunConfig, arguments: list[str], steps: int, nproc: int) -> Verification:
+def _run_and_compare(config: RunConfig, arguments: list[str], steps: int, nproc: int) -> Verification:
     """Run the ranks with these arguments of this command, then one process; leaves with the code of ranks that fail."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="meseta-verify-") as folder:
@@ -78,20 +78,20 @@ def _compare(config: RunConfig, arguments: list[str], steps: int, nproc: int) ->
         return compare(config, Path(folder), steps, nproc)
 
 
-def _config(path: Path, settings: list[str], plan: str | None, float64: bool) -> RunConfig:
+def _verification_config(path: Path, settings: list[str], plan: str | None, float64: bool) -> RunConfig:
     """The config as both runs take it: on CPUs, unless it asks for a GPU, and never with a dense part in bfloat16."""
-    from meseta.config import check_document, read_document
+    from meseta.config import read_config_document, validate_document
     from meseta.config.load import set_default
     from meseta.spec import ShardingType
     from meseta.spec.codecs import DIRECTIONS
 
-    document = read_document(path, settings)
+    document = read_config_document(path, settings)
     if plan is not None:
         document["plan"] = {"tables": {"*": plan}} if plan in list(ShardingType) else plan
     if float64:
         set_default(document, "embedding.dtype", "float64")
     set_default(document, "device", "cpu")
-    chosen = check_document(document, path)
+    chosen = validate_document(document, path)
     embedding = chosen.embedding.model_copy(update={"dtype": "float64"}) if float64 else chosen.embedding
     comm = chosen.comm.model_copy(update={"precision": "fp32", **dict.fromkeys(DIRECTIONS)}) if float64 else chosen.comm
     dense = chosen.dense.model_copy(update={"dtype": "float32"})
@@ -99,7 +99,7 @@ def _config(path: Path, settings: list[str], plan: str | None, float64: bool) ->
     return chosen.model_copy(update={"embedding": embedding, "dense": dense, "device": device, "comm": comm})
 
 
-def _print(found: Verification, config: RunConfig) -> None:
+def _print_verification(found: Verification, config: RunConfig) -> None:
     """A table of what was seen, the losses, and the verdict."""
     from rich.console import Console
     from rich.table import Table
@@ -107,7 +107,8 @@ def _print(found: Verification, config: RunConfig) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge to break lines at
-    print(f"{found.num_steps} steps of {config.train.batch_size:,} samples on {found.plan.layout} and in one process, "
+    print(f"{found.num_steps} steps of {config.train.batch_size:,} samples on {found.plan.ranks_text} and in one "
+          f"process, "
           f"{config.embedding.dtype}; largest differences, and what the contract allows")  # fmt: skip
     table = Table(box=None, pad_edge=False)
     heads = ("table", "plan", "embedding alone", "allowed", "training", "its states", "allowed")
@@ -115,7 +116,10 @@ def _print(found: Verification, config: RunConfig) -> None:
         table.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
     for name, alone in found.tables["embedding"].items():
         trained = found.tables["training"][name]
-        shown = (f"{value:.2g}" for value in (alone.rows, trained.rows, trained.states))
+        shown = (
+            f"{value:.2g}"
+            for value in (alone.max_row_difference, trained.max_row_difference, trained.max_state_difference)
+        )
         rows_alone, rows, states = shown
         scheme = str(found.plan[name].sharding)
         table.add_row(name, scheme, rows_alone, str(alone.rule), rows, states, str(trained.rule))
@@ -124,7 +128,7 @@ def _print(found: Verification, config: RunConfig) -> None:
     for step in sorted({1, found.num_steps, 1 + apart.index(max(apart))}):
         sharded, alone_loss = found.losses[step - 1]
         print(f"loss of step {step}: {sharded:.12g} sharded, {alone_loss:.12g} unsharded, {apart[step - 1]:.2g} apart")
-    if found.first is None:
+    if found.first_mismatch is None:
         print("equal, as the contract promises")
         return
-    print(f"differs first in {found.first}")
+    print(f"differs first in {found.first_mismatch}")

@@ -1,8 +1,16 @@
 """Every collective of the package. Code elsewhere asks a `World`; it never calls torch.distributed."""
 
-from meseta.comm.batch_slice import BatchSlice, Totals
+from meseta.comm.batch_slice import BatchSlice, BatchTotals
 from meseta.comm.dense import DenseGradients
-from meseta.comm.messages import abandon
-from meseta.comm.world import Pending, Scope, World
+from meseta.comm.messages import retain_until_exit
+from meseta.comm.world import ExchangeScope, PendingCollective, World
 
-__all__ = ["BatchSlice", "DenseGradients", "Pending", "Scope", "Totals", "World", "abandon"]
+__all__ = [
+    "BatchSlice",
+    "BatchTotals",
+    "DenseGradients",
+    "ExchangeScope",
+    "PendingCollective",
+    "World",
+    "retain_until_exit",
+]

@@ -19,28 +19,28 @@ from collections.abc import Sequence
 import torch
 
 from meseta.comm.world import World
-from meseta.machine.system import clock_id
+from meseta.machine.kernel import clock_id
 from meseta.telemetry.timeline import RankClock
 
-NUM_EXCHANGES = 16
+NUM_CLOCK_EXCHANGES = 16
 """The narrowest bounds are those of the exchange that was held up least."""
-Moments = Sequence[tuple[float, float]]
+EnterLeaveTimes = Sequence[tuple[float, float]]
 """When a rank has entered each exchange, and left it, by its clock."""
 
 
-def rank_clocks(world: World) -> list[RankClock]:
+def measure_rank_clocks(world: World) -> list[RankClock]:
     """By rank; a few milliseconds. Collective."""
     moments = []
-    for _ in range(NUM_EXCHANGES if world.size > 1 else 0):
+    for _ in range(NUM_CLOCK_EXCHANGES if world.size > 1 else 0):
         enter_s = time.perf_counter()
         world.all_gather(torch.zeros(1), "a measurement")
         moments.append((enter_s, time.perf_counter()))
-    told = world.gather_objects((socket.gethostname(), clock_id() or f"of rank {world.rank}", moments))
+    told = world.all_gather_object((socket.gethostname(), clock_id() or f"of rank {world.rank}", moments))
     hosts, clocks, of_ranks = zip(*told, strict=True)
-    return [RankClock(host, *pair) for host, pair in zip(hosts, offsets(clocks, of_ranks), strict=True)]
+    return [RankClock(host, *pair) for host, pair in zip(hosts, estimate_offsets(clocks, of_ranks), strict=True)]
 
 
-def offsets(clocks: Sequence[str], moments: Sequence[Moments]) -> list[tuple[float, float]]:
+def estimate_offsets(clocks: Sequence[str], moments: Sequence[EnterLeaveTimes]) -> list[tuple[float, float]]:
     """Offset and error in seconds of each rank's clock from that of rank 0.
 
     Args:

@@ -12,9 +12,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from meseta.comm.coding import SumCoding, whole_blocks
-from meseta.comm.world import Pending, World
-from meseta.ops.device_words import on_device
+from meseta.comm.sum_codec import SumCodec, round_up_to_blocks
+from meseta.comm.world import PendingCollective, World
+from meseta.ops.device_constants import copy_to_device
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
@@ -23,10 +23,10 @@ BUCKET_BYTES = 2**20
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
-class BackwardPasses(Protocol):
+class BackwardContext(Protocol):
     """What is known of the backward pass that runs."""
 
-    kept_dense: list[Tensor]
+    accumulated_dense: list[Tensor]
     """What earlier passes of its step have left to be added over ranks, by bucket; dropped with the step."""
 
     @property
@@ -34,7 +34,7 @@ class BackwardPasses(Protocol):
         """B_local / B_global of its batch: what local means weigh in the global mean."""
 
     @property
-    def is_part(self) -> bool:
+    def accumulates_gradients(self) -> bool:
         """Whether its gradients wait for those of the next."""
 
 
@@ -59,13 +59,13 @@ class DenseGradients:
         self,
         parameters: Sequence[nn.Parameter],
         world: World,
-        passes: BackwardPasses,
-        make_coding: Callable[[int], SumCoding] | None = None,
+        passes: BackwardContext,
+        make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
         """`make_coding` says how so many numbers cross hosts in this step; then each parameter begins a block."""
         self.world = world
-        self._make_coding = make_coding
-        self.passes = passes
+        self._make_codec = make_coding
+        self.backward_context = passes
         self.parameters = [p for p in parameters if p.requires_grad]
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
@@ -73,16 +73,18 @@ class DenseGradients:
                 f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; they share one buffer"
             )
         sizes = [p.numel() for p in self.parameters]
-        self._sizes = sizes if make_coding is None else [whole_blocks(size) for size in sizes]
+        self._padded_sizes = sizes if make_coding is None else [round_up_to_blocks(size) for size in sizes]
         if make_coding is not None and torch.float64 in dtypes:
             raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
-        self._places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(self.parameters)}
-        self._backward = -1
-        self.lasts = False
+        self._parameter_indices: dict[Tensor, int] = {
+            parameter: place for place, parameter in enumerate(self.parameters)
+        }
+        self._graph_task_id = -1
+        self.overlaps_update = False
         """Whether sums go on behind the backward pass, until `finish`; to be set before the first."""
-        self._missing: list[set[int]] = []
+        self._missing_gradients: list[set[int]] = []
         """Places of gradients that each bucket still waits for, in the pass that runs."""
-        self._pending: list[Pending] = []
+        self._pending_sums: list[PendingCollective] = []
         """Of each bucket that is on its way."""
         self._has_gradient: list[bool] = []
         """Of each parameter whose bucket has been filled."""
@@ -99,30 +101,33 @@ class DenseGradients:
     def _on_gradient(self, parameter: Tensor) -> None:
         # Told apart by the number of the pass, since one that raised never came to `_reduce`.
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward, self._pending = backward, []
-            self._missing = [set(bucket) for bucket in self._buckets]
+        if backward != self._graph_task_id:
+            self._graph_task_id, self._pending_sums = backward, []
+            self._missing_gradients = [set(bucket) for bucket in self._buckets]
             self._has_gradient = [False] * len(self.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
-        place = self._places[parameter]
+        place = self._parameter_indices[parameter]
         index = next(i for i, bucket in enumerate(self._buckets) if place in bucket)
-        if index < len(self._pending):
+        if index < len(self._pending_sums):
             raise MesetaError(
                 f"a backward pass came twice to dense parameter {place} {list(parameter.shape)}, whose gradient is on "
                 "its way to other ranks; run the passes through it one by one, or set pipeline.overlap without dense"
             )
-        self._missing[index].discard(place)
-        if not self.passes.is_part:
-            while len(self._pending) < len(self._buckets) - 1 and not self._missing[len(self._pending)]:
-                self._begin(len(self._pending))
+        self._missing_gradients[index].discard(place)
+        if not self.backward_context.accumulates_gradients:
+            while (
+                len(self._pending_sums) < len(self._buckets) - 1
+                and not self._missing_gradients[len(self._pending_sums)]
+            ):
+                self._start_bucket(len(self._pending_sums))
 
     @cached_property
     def _buckets(self) -> list[range]:
         """Places of parameters, those that come first in a backward pass before others; the last one has what is
         left."""
         bounds, num_bytes = [len(self.parameters)], 0
-        for place in reversed(range(1, len(self.parameters) if self.lasts else 0)):
-            num_bytes += self._sizes[place] * self.parameters[0].element_size()
+        for place in reversed(range(1, len(self.parameters) if self.overlaps_update else 0)):
+            num_bytes += self._padded_sizes[place] * self.parameters[0].element_size()
             if num_bytes >= BUCKET_BYTES:
                 bounds.append(place)
                 num_bytes = 0
@@ -130,30 +135,32 @@ class DenseGradients:
 
     def _reduce(self) -> None:
         """[gradients | in the last bucket, one count per parameter], each bucket: kept, or summed over ranks."""
-        if self.passes.is_part:
-            buffers = [self._weighted(index) for index in range(len(self._buckets))]
-            self.passes.kept_dense[:] = buffers
+        if self.backward_context.accumulates_gradients:
+            buffers = [self._pack_bucket(index) for index in range(len(self._buckets))]
+            self.backward_context.accumulated_dense[:] = buffers
             return
-        for index in range(len(self._pending), len(self._buckets)):
-            self._begin(index)
-        self.passes.kept_dense.clear()
-        if not self.lasts:
+        for index in range(len(self._pending_sums), len(self._buckets)):
+            self._start_bucket(index)
+        self.backward_context.accumulated_dense.clear()
+        if not self.overlaps_update:
             self.finish()
 
-    def _begin(self, index: int) -> None:
+    def _start_bucket(self, index: int) -> None:
         """Begin the sum of a bucket."""
-        buffer, bucket, coding = self._weighted(index), self._buckets[index], None
-        if self._make_coding is not None:
-            num_coded = sum(self._sizes[place] for place in bucket)
-            coding = self._make_coding(num_coded)
-            first = sum(self._sizes[: bucket.start]) // COLUMN_BLOCK
+        buffer, bucket, coding = self._pack_bucket(index), self._buckets[index], None
+        if self._make_codec is not None:
+            num_coded = sum(self._padded_sizes[place] for place in bucket)
+            coding = self._make_codec(num_coded)
+            first = sum(self._padded_sizes[: bucket.start]) // COLUMN_BLOCK
             blocks = torch.arange(first, first + num_coded // COLUMN_BLOCK, device=buffer.device)
-            coding = replace(coding, block_numbers=blocks) if len(self._buckets) > 1 else coding
-        self._pending.append(self.world.start_all_reduce(buffer, "dense", coding, by_itself=self.lasts))
+            coding = replace(coding, block_ids=blocks) if len(self._buckets) > 1 else coding
+        self._pending_sums.append(
+            self.world.start_all_reduce(buffer, "dense", coding, in_background=self.overlaps_update)
+        )
 
     def finish(self) -> None:
         """Wait for the sums that were begun last, and give each parameter its gradient; nothing where none is open."""
-        pending, self._pending = self._pending, []
+        pending, self._pending_sums = self._pending_sums, []
         if not pending:
             return
         sums = [of_bucket.wait() for of_bucket in pending]
@@ -161,19 +168,25 @@ class DenseGradients:
         if not all(self._has_gradient):  # what has a gradient here is known to have one: no GPU is waited for
             counts = sums[-1][-len(self.parameters) :].tolist()
         for bucket, total in zip(self._buckets, sums, strict=True):
-            slots = total[: sum(self._sizes[place] for place in bucket)].split([self._sizes[place] for place in bucket])
+            slots = total[: sum(self._padded_sizes[place] for place in bucket)].split(
+                [self._padded_sizes[place] for place in bucket]
+            )
             for place, slot in zip(bucket, slots, strict=True):
                 parameter = self.parameters[place]
                 if counts[place]:
                     parameter.grad = slot[: parameter.numel()].view_as(parameter)
 
-    def _weighted(self, index: int) -> Tensor:
+    def _pack_bucket(self, index: int) -> Tensor:
         """What this rank gives to a bucket, which its parameters no longer hold: gradients times what its samples
         weigh, and at the end of the last bucket a 1 for each that there is; with what earlier passes of the step left.
         """
-        first, share, kept = self.parameters[0], self.passes.local_share, self.passes.kept_dense
+        first, share, kept = (
+            self.parameters[0],
+            self.backward_context.local_share,
+            self.backward_context.accumulated_dense,
+        )
         bucket, is_last = self._buckets[index], index == len(self._buckets) - 1
-        sizes = [self._sizes[place] for place in bucket]
+        sizes = [self._padded_sizes[place] for place in bucket]
         num_counts = len(self.parameters) if is_last else 0
         buffer = empty((sum(sizes) + num_counts,), first.dtype, first.device)
         for place, slot in zip(bucket, buffer[: sum(sizes)].split(sizes), strict=True):
@@ -187,7 +200,7 @@ class DenseGradients:
             parameter.grad = None
         if is_last:
             there = [float(has_gradient) for has_gradient in self._has_gradient]
-            buffer[sum(sizes) :].copy_(on_device(there, torch.float32, first.device))
+            buffer[sum(sizes) :].copy_(copy_to_device(there, torch.float32, first.device))
         if kept:
             buffer += kept[index]
         return buffer

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meseta.comm.coding import SumCoding, whole_blocks
-from meseta.comm.dense import BackwardPasses
-from meseta.comm.world import Pending, World
+from meseta.comm.dense import BackwardContext
+from meseta.comm.sum_codec import SumCodec, round_up_to_blocks
+from meseta.comm.world import PendingCollective, World
 from meseta.spec import MesetaError
 
-CALLED_BY_PARTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules that are not called themselves, or do nothing but call their children."""
 
 
@@ -23,8 +23,8 @@ def shard_dense(
     model: nn.Module,
     tables: nn.Module,
     world: World,
-    passes: BackwardPasses,
-    make_coding: Callable[[int], SumCoding] | None = None,
+    passes: BackwardContext,
+    make_coding: Callable[[int], SumCodec] | None = None,
 ) -> list[nn.Parameter]:
     """Cut the dense parameters of `model`, which holds `tables`, over the ranks of each host, in place; returns those
     that stay whole on every rank.
@@ -49,10 +49,10 @@ def shard_dense(
             "it needs hosts of two devices or more, as the plan (devices_per_host) or the launcher tells them; or use "
             "dense 'replicated'"
         )
-    units = dict(cut_modules(model, tables))
-    _check(model, units)
+    units = dict(sharded_modules(model, tables))
+    _check_modules(model, units)
     # A mesh of this host alone: what torch would add across hosts has an order of its own.
-    mesh = DeviceMesh.from_group(world.host_group(), world.device.type, mesh_dim_names=("shard",))
+    mesh = DeviceMesh.from_group(world.new_host_group(), world.device.type, mesh_dim_names=("shard",))
     cut: set[nn.Parameter] = set()
     for unit in units.values():
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
@@ -61,9 +61,9 @@ def shard_dense(
         # By default gradients are averaged, as if the ranks had equal slices of the batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        parts = [parameter for parameter in unit.parameters() if is_cut(parameter)]
+        parts = [parameter for parameter in unit.parameters() if is_sharded(parameter)]
         sharded.set_custom_reduce_scatter(WeightedReduceScatter(parts, world, passes, make_coding))
-    whole = [parameter for parameter in model.parameters() if not is_cut(parameter)]
+    whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(world.device)
     return whole
@@ -80,12 +80,12 @@ class WeightedReduceScatter:
         self,
         parameters: Sequence[Tensor],
         world: World,
-        passes: BackwardPasses,
-        make_coding: Callable[[int], SumCoding] | None = None,
+        passes: BackwardContext,
+        make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
         """`parameters` of the module, cut."""
-        self._parameters, self._world, self._passes, self._make_coding = parameters, world, passes, make_coding
-        self._crossing: Pending | None = None
+        self._parameters, self._world, self._backward_context, self._make_codec = parameters, world, passes, make_coding
+        self._pending_inter_host: PendingCollective | None = None
         """The sum of the last pass, until it is waited for."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -95,21 +95,21 @@ class WeightedReduceScatter:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """`input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
         self._finish()
-        share, world = self._passes.local_share, self._world
+        share, world = self._backward_context.local_share, self._world
         if share:
             input_tensor.mul_(share)
         else:  # The mean over a rank without samples is NaN; it weighs nothing.
             input_tensor.zero_()
         pieces, total = input_tensor.view(world.ranks_per_host, -1), output_tensor.view(-1)
-        world.add_in_host(total, pieces, "gradients of parameters")
-        coding = None if self._make_coding is None else self._make_coding(whole_blocks(total.numel()))
-        self._crossing = world.start_add_over_hosts(total, "gradients of hosts", coding)
-        if self._is_read_at_once(total):
+        world.reduce_scatter_intra_host(total, pieces, "gradients of parameters")
+        coding = None if self._make_codec is None else self._make_codec(round_up_to_blocks(total.numel()))
+        self._pending_inter_host = world.start_all_reduce_inter_host(total, "gradients of hosts", coding)
+        if self._is_read_immediately(total):
             self._finish()
         else:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _is_read_at_once(self, total: Tensor) -> bool:
+    def _is_read_immediately(self, total: Tensor) -> bool:
         """Whether it is added to other gradients, a hook of a parameter has it, or a stream waits for it and the host
         does not."""
         return total.device.type != "cpu" or any(
@@ -119,25 +119,25 @@ class WeightedReduceScatter:
 
     def _finish(self) -> None:
         """Wait for what crosses."""
-        crossing, self._crossing = self._crossing, None
+        crossing, self._pending_inter_host = self._pending_inter_host, None
         if crossing is not None:
             crossing.wait()
 
 
-def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def sharded_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Largest modules below `module` that hold parameters and no tables, and are called as one; with their names."""
     for own, child in module.named_children():
         path = f"{name}.{own}" if name else own
         if child is tables or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             continue
         holds_tables = any(inner is tables for inner in child.modules())
-        if holds_tables or type(child) in CALLED_BY_PARTS:
-            yield from cut_modules(child, tables, path)
+        if holds_tables or type(child) in CONTAINER_MODULES:
+            yield from sharded_modules(child, tables, path)
         elif any(parameter.dim() for parameter in child.parameters()):
             yield path, child
 
 
-def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
+def _check_modules(model: nn.Module, units: dict[str, nn.Module]) -> None:
     if not units:
         raise MesetaError(
             f"dense 'fsdp': {type(model).__name__} has no module with parameters beside its tables that could be cut; "
@@ -159,19 +159,19 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
                 )
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds a part of the tensor alone."""
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; collective where it is cut."""
-    return cast(Any, tensor).full_tensor() if is_cut(tensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def cut_like(value: Tensor, model_tensor: Tensor) -> Tensor:
+def distribute_like(value: Tensor, model_tensor: Tensor) -> Tensor:
     """`value`, which is the same on all ranks, placed as `model_tensor` is, if it has its shape. Nothing is sent."""
-    if not is_cut(model_tensor) or value.shape != model_tensor.shape:
+    if not is_sharded(model_tensor) or value.shape != model_tensor.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -180,10 +180,10 @@ def cut_like(value: Tensor, model_tensor: Tensor) -> Tensor:
     return cast(Tensor, placed)
 
 
-def sum_over_parts(parameters: Iterable[Tensor], world: World) -> Callable[[float], float] | None:
+def make_shard_sum(parameters: Iterable[Tensor], world: World) -> Callable[[float], float] | None:
     """A sum over the ranks that hold the parts of a cut parameter, in one order on all; None where none is cut.
     `world` has them all."""
-    first = next((cast(Any, parameter) for parameter in parameters if is_cut(parameter)), None)
+    first = next((cast(Any, parameter) for parameter in parameters if is_sharded(parameter)), None)
     if first is None:
         return None
     group, device = first.device_mesh.get_group(), first.to_local().device
@@ -198,7 +198,7 @@ def sum_over_parts(parameters: Iterable[Tensor], world: World) -> Callable[[floa
 
 
 @contextmanager
-def explain_uncalled() -> Iterator[None]:
+def fsdp_parameter_error_context() -> Iterator[None]:
     """Say in one line what a model did to a cut parameter, where torch says it of its own types."""
     try:
         yield

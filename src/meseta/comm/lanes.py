@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-END_S = 5.0
+JOIN_TIMEOUT_S = 5.0
 """How long a lane may take to end when a group is left."""
-PASS_S = 0.5
+YIELD_TIMEOUT_S = 0.5
 """How long a piece holds back at most: ranks that take turns in waiting never wait in a circle."""
 
 
-class Crossing:
+class RowPriority:
     """Whether a rank stands still for rows, so that sums hold back."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Crossing:
         self._num_waiting = 0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def row_wait(self) -> Iterator[None]:
         """While this rank waits for rows."""
         with self._changed:
             self._num_waiting += 1
@@ -48,10 +48,10 @@ class Crossing:
                 self._num_waiting -= 1
                 self._changed.notify_all()
 
-    def let_pass(self) -> None:
+    def yield_to_row_exchange(self) -> None:
         """Return when this rank waits for no rows, or after PASS_S."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_waiting, PASS_S)
+            self._changed.wait_for(lambda: not self._num_waiting, YIELD_TIMEOUT_S)
 
 
 class LaneWork:
@@ -60,24 +60,24 @@ class LaneWork:
     def __init__(self, lane: Lane, carry: Callable[[], None]) -> None:
         self.done_s: float | None = None
         """When it was done, by time.perf_counter(); None until then."""
-        self._lane, self._carry = lane, carry
+        self._lane, self._function = lane, carry
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Block until it is done; raise what it has raised. What its lane has not come to is done in this thread."""
         while self.done_s is None:
-            self._lane.go_on(self)
+            self._lane.advance(self)
         if self._error is not None:
             raise self._error
 
     def run(self) -> None:
         """Do it."""
         try:
-            self._carry()
+            self._function()
         except BaseException as error:
             self._error = error
-            self._lane.forget()  # the transport may still write there
-        del self._carry  # what it sends and receives is the caller's alone
+            self._lane.discard_scratch()  # the transport may still write there
+        del self._function  # what it sends and receives is the caller's alone
         self.done_s = time.perf_counter()
 
 
@@ -87,11 +87,11 @@ class Lane:
     def __init__(self, name: str, group: Any) -> None:
         """`group` is that of torch.distributed."""
         self.name, self.group = name, group
-        self._begun: deque[LaneWork] = deque()
+        self._queue: deque[LaneWork] = deque()
         """In their order; whoever comes when nothing is under way takes the first."""
         self._changed = threading.Condition()
         self._is_busy = False
-        self._calls: SimpleQueue[bool] = SimpleQueue()
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
         """For the thread: to go on, or to end."""
         self._thread: threading.Thread | None = None
         self._scratch: Tensor | None = None
@@ -106,25 +106,25 @@ class Lane:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(like.dtype)
 
-    def begin(self, carry: Callable[[], None], *, by_itself: bool = True) -> LaneWork:
+    def submit(self, carry: Callable[[], None], *, in_background: bool = True) -> LaneWork:
         """Do `carry` after what was begun before: in a thread of this lane, or by whoever waits for it first."""
         work = LaneWork(self, carry)
-        self._begun.append(work)
-        if by_itself:
+        self._queue.append(work)
+        if in_background:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"meseta-{self.name}", daemon=True)
                 self._thread.start()
-            self._calls.put(True)
+            self._wakeups.put(True)
         return work
 
-    def go_on(self, awaited: LaneWork | None = None) -> None:
+    def advance(self, awaited: LaneWork | None = None) -> None:
         """Do the next thing, when none is under way. Who waits for `awaited` is not kept by what comes behind it: other
         ranks may be held up for this one meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy or (awaited is not None and awaited.done_s is not None))
-            if self._is_busy or not self._begun or (awaited is not None and awaited.done_s is not None):
+            if self._is_busy or not self._queue or (awaited is not None and awaited.done_s is not None):
                 return
-            work, self._is_busy = self._begun.popleft(), True
+            work, self._is_busy = self._queue.popleft(), True
         try:
             work.run()
         finally:
@@ -132,17 +132,17 @@ class Lane:
                 self._is_busy = False
                 self._changed.notify_all()
 
-    def forget(self) -> None:
+    def discard_scratch(self) -> None:
         """Take other memory from here."""
         self._scratch = None
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Take nothing more. Where it waits for ranks that do not come, it is left behind."""
         if self._thread is not None:
-            self._calls.put(False)
-            self._thread.join(END_S)
+            self._wakeups.put(False)
+            self._thread.join(JOIN_TIMEOUT_S)
             self._thread = None
 
     def _serve(self) -> None:
-        while self._calls.get():
-            self.go_on()
+        while self._wakeups.get():
+            self.advance()

@@ -34,17 +34,17 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm.coding import SumCoding, in_whole_blocks
-from meseta.comm.messages import Peer, Swap
-from meseta.spec.codecs import CHAIN_PIECES, SumPath
+from meseta.comm.messages import Peer, PendingExchange
+from meseta.comm.sum_codec import SumCodec, pad_to_blocks
+from meseta.spec.codecs import NUM_CHAIN_CHUNKS, AllReduceAlgorithm
 
-PIECE = 16
+CHUNK_ALIGNMENT = 16
 """Pieces begin at multiples of so many numbers."""
 CHUNK_BYTES = 2**20
 """Of each rank's part in a buffer so much is added before other exchanges may pass; half as much of a long one."""
-LONG_BYTES = 2**24
+LARGE_BUFFER_BYTES = 2**24
 """More is long: what passes it waits for half a piece on average, and pieces cost it little."""
-ONE_PHASE_BYTES = 2**16
+MAX_ONE_PHASE_BYTES = 2**16
 """What two ranks send each other whole, and both add: the same bytes as in two phases of halves, and one latency."""
 
 
@@ -54,87 +54,87 @@ class OrderedSum:
 
     rank: int
     size: int
-    per_host: int
-    path: SumPath
-    begin: Callable[[Sequence[Peer]], Swap]
+    ranks_per_host: int
+    algorithm: AllReduceAlgorithm
+    start_exchange: Callable[[Sequence[Peer]], PendingExchange]
     """Begins to send each peer something, and to receive something from it."""
     scratch: Callable[[int, Tensor], Tensor]
     """[n] numbers as those of a tensor, until it is asked again: memory for what comes in."""
-    coding: SumCoding | None = None
+    codec: SumCodec | None = None
     """How numbers cross hosts; None: as they are."""
 
     def all_reduce(self, buffer: Tensor) -> None:
         """[n], in place: the sum, on every rank. In chunks."""
-        num_coded = 0 if self.coding is None else self.coding.num_coded
+        num_coded = 0 if self.codec is None else self.codec.num_encoded
         first = 0
-        for chunk in buffer[:num_coded].split(self._chunk(buffer)) if num_coded else ():
-            self._add_coded_chunk(chunk, first)
+        for chunk in buffer[:num_coded].split(self._chunk_size(buffer)) if num_coded else ():
+            self._reduce_encoded_chunk(chunk, first)
             first += chunk.numel()
-        for chunk in buffer[num_coded:].split(self._chunk(buffer)):
-            self._add_chunk(chunk)
+        for chunk in buffer[num_coded:].split(self._chunk_size(buffer)):
+            self._reduce_chunk(chunk)
 
-    def add_in_host(self, total: Tensor, pieces: Tensor) -> None:
+    def reduce_scatter_intra_host(self, total: Tensor, pieces: Tensor) -> None:
         """[m] and [per_host, m]: the sum over this host of the piece of this rank's place."""
-        add(self._parts(self._host, [*pieces]), total)
+        ordered_sum(self._exchange_chunks(self._host_ranks, [*pieces]), total)
 
-    def add_over_hosts(self, total: Tensor) -> None:
+    def all_reduce_inter_host(self, total: Tensor) -> None:
         """[m], in place: the sum over the ranks at this place of all hosts."""
-        if self.coding is None:
-            self._among_twins(total)
+        if self.codec is None:
+            self._reduce_inter_host(total)
             return
-        padded = in_whole_blocks(total)
-        self._among_twins_coded(padded, 0)
+        padded = pad_to_blocks(total)
+        self._reduce_encoded_inter_host(padded, 0)
         if padded is not total:
             total.copy_(padded[: total.numel()])
 
     @property
-    def _host(self) -> range:
-        first = self.rank - self.rank % self.per_host
-        return range(first, first + self.per_host)
+    def _host_ranks(self) -> range:
+        first = self.rank - self.rank % self.ranks_per_host
+        return range(first, first + self.ranks_per_host)
 
     @property
-    def _twins(self) -> range:
-        return range(self.rank % self.per_host, self.size, self.per_host)
+    def _cross_host_peers(self) -> range:
+        return range(self.rank % self.ranks_per_host, self.size, self.ranks_per_host)
 
-    def _chunk(self, buffer: Tensor) -> int:
+    def _chunk_size(self, buffer: Tensor) -> int:
         """Numbers of a chunk."""
-        num_bytes = CHUNK_BYTES if buffer.nbytes <= LONG_BYTES else CHUNK_BYTES // 2
-        return max(self.size * num_bytes // buffer.element_size() // PIECE, 1) * PIECE
+        num_bytes = CHUNK_BYTES if buffer.nbytes <= LARGE_BUFFER_BYTES else CHUNK_BYTES // 2
+        return max(self.size * num_bytes // buffer.element_size() // CHUNK_ALIGNMENT, 1) * CHUNK_ALIGNMENT
 
-    def _add_chunk(self, buffer: Tensor) -> None:
-        if self.path == "flat" or self.per_host in (1, self.size):
+    def _reduce_chunk(self, buffer: Tensor) -> None:
+        if self.algorithm == "flat" or self.ranks_per_host in (1, self.size):
             ranks = range(self.size)
-            if self.path == "chain" and self.per_host == 1:
-                self._along_chain(ranks, buffer)
+            if self.algorithm == "chain" and self.ranks_per_host == 1:
+                self._reduce_along_chain(ranks, buffer)
             else:
-                self._add_among(ranks, buffer, self.per_host)
+                self._reduce_among(ranks, buffer, self.ranks_per_host)
             return
-        place, host = self.rank % self.per_host, self._host
-        cuts = cut(buffer, len(host))
-        mine = self._scattered(host, cuts, len(host))
-        self._among_twins(mine)
+        place, host = self.rank % self.ranks_per_host, self._host_ranks
+        cuts = split_aligned(buffer, len(host))
+        mine = self._reduce_scatter(host, cuts, len(host))
+        self._reduce_inter_host(mine)
         self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
         assert mine.data_ptr() == cuts[place].data_ptr()
 
-    def _add_coded_chunk(self, buffer: Tensor, first: int) -> None:
+    def _reduce_encoded_chunk(self, buffer: Tensor, first: int) -> None:
         """A part of the buffer that begins at number `first`."""
-        host = self._host
+        host = self._host_ranks
         if len(host) == 1:
-            self._among_twins_coded(buffer, first)
+            self._reduce_encoded_inter_host(buffer, first)
             return
-        cuts = cut(buffer, len(host))
-        mine = self._scattered(host, cuts, len(host))
+        cuts = split_aligned(buffer, len(host))
+        mine = self._reduce_scatter(host, cuts, len(host))
         before = sum(piece.numel() for piece in cuts[: self.rank - host.start])
-        self._among_twins_coded(mine, first + before)
+        self._reduce_encoded_inter_host(mine, first + before)
         self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
 
-    def _among_twins_coded(self, buffer: Tensor, first: int) -> None:
+    def _reduce_encoded_inter_host(self, buffer: Tensor, first: int) -> None:
         """Add what the ranks at this place have, in place, encoded on both ways; `buffer` begins at number `first`."""
-        coding, twins, place = self.coding, self._twins, self.rank // self.per_host
+        coding, twins, place = self.codec, self._cross_host_peers, self.rank // self.ranks_per_host
         assert coding is not None
-        pieces = cut(buffer, len(twins))
+        pieces = split_aligned(buffer, len(twins))
         firsts = [first, *accumulate((piece.numel() for piece in pieces), initial=first)][1:]
-        sizes = [coding.num_bytes(piece.numel()) for piece in pieces]
+        sizes = [coding.encoded_bytes(piece.numel()) for piece in pieces]
         memory = self.scratch(sum(sizes) + len(twins) * sizes[place], buffer.new_empty(0, dtype=torch.uint8))
         coded, came = memory[: sum(sizes)].split(sizes), memory[sum(sizes) :].view(len(twins), sizes[place])
         for piece, out, number in zip(pieces, coded, firsts, strict=False):
@@ -151,31 +151,31 @@ class OrderedSum:
         for piece, out in zip(pieces, coded, strict=True):
             coding.decode(out, piece)
 
-    def _among_twins(self, buffer: Tensor) -> None:
+    def _reduce_inter_host(self, buffer: Tensor) -> None:
         """Add what the ranks at this place have, in place; each has the sum of its host."""
-        if self.path == "chain":
-            self._along_chain(self._twins, buffer)
+        if self.algorithm == "chain":
+            self._reduce_along_chain(self._cross_host_peers, buffer)
         else:
-            self._add_among(self._twins, buffer, 1)
+            self._reduce_among(self._cross_host_peers, buffer, 1)
 
-    def _add_among(self, ranks: range, buffer: Tensor, per_host: int) -> None:
+    def _reduce_among(self, ranks: range, buffer: Tensor, per_host: int) -> None:
         """Add what these ranks have, in place; `per_host` of them that follow each other are one host."""
         if len(ranks) == 1:
             return
-        if len(ranks) == 2 and buffer.nbytes <= ONE_PHASE_BYTES:
-            add(self._parts(ranks, [buffer, buffer]), buffer)
+        if len(ranks) == 2 and buffer.nbytes <= MAX_ONE_PHASE_BYTES:
+            ordered_sum(self._exchange_chunks(ranks, [buffer, buffer]), buffer)
             return
-        cuts = cut(buffer, len(ranks))
-        mine = self._scattered(ranks, cuts, per_host)
+        cuts = split_aligned(buffer, len(ranks))
+        mine = self._reduce_scatter(ranks, cuts, per_host)
         self._exchange([Peer(r, mine, piece) for r, piece in zip(ranks, cuts, strict=True) if r != self.rank])
 
-    def _scattered(self, ranks: range, cuts: Sequence[Tensor], per_host: int) -> Tensor:
+    def _reduce_scatter(self, ranks: range, cuts: Sequence[Tensor], per_host: int) -> Tensor:
         """The piece of this rank, added over `ranks`, in place."""
         mine = cuts[ranks.index(self.rank)]
-        add(self._parts(ranks, cuts), mine, per_host)
+        ordered_sum(self._exchange_chunks(ranks, cuts), mine, per_host)
         return mine
 
-    def _parts(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
+    def _exchange_chunks(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
         """This rank's piece as each of `ranks` has it; each of them gets its own."""
         mine = pieces[ranks.index(self.rank)]
         parts = [*self.scratch(len(ranks) * mine.numel(), mine).view(len(ranks), mine.numel())]
@@ -183,53 +183,53 @@ class OrderedSum:
         self._exchange([Peer(r, pieces[i], parts[i]) for i, r in enumerate(ranks) if r != self.rank])
         return parts
 
-    def _along_chain(self, ranks: range, buffer: Tensor) -> None:
+    def _reduce_along_chain(self, ranks: range, buffer: Tensor) -> None:
         """Add what these ranks have, in place: from each to the next, and the sum back. A piece is on its way from one
         rank to the next while the piece after it is added."""
         place, nothing = ranks.index(self.rank), buffer.new_empty(0)
         before = ranks[place - 1] if place else None
         after = ranks[place + 1] if place + 1 < len(ranks) else None
-        pieces, sent = cut(buffer, CHAIN_PIECES), list[Swap]()
+        pieces, sent = split_aligned(buffer, NUM_CHAIN_CHUNKS), list[PendingExchange]()
         for piece in pieces:
             if before is not None:
                 received = self.scratch(piece.numel(), piece)
                 self._exchange([Peer(before, nothing, received)])
-                add([received, piece], piece)
+                ordered_sum([received, piece], piece)
             if after is not None:
-                sent.append(self.begin([Peer(after, piece, nothing)]))
+                sent.append(self.start_exchange([Peer(after, piece, nothing)]))
         for piece in pieces:
             if after is not None:
                 self._exchange([Peer(after, nothing, piece)])
             if before is not None:
-                sent.append(self.begin([Peer(before, piece, nothing)]))
+                sent.append(self.start_exchange([Peer(before, piece, nothing)]))
         for swap in sent:
             swap.wait()
 
     def _exchange(self, peers: Sequence[Peer]) -> None:
         if peers:
-            self.begin(peers).wait()
+            self.start_exchange(peers).wait()
 
 
-def cut(buffer: Tensor, count: int) -> list[Tensor]:
+def split_aligned(buffer: Tensor, count: int) -> list[Tensor]:
     """Views of `buffer` [n], one after the other, as equal as bounds at multiples of PIECE allow."""
-    bounds = [i * buffer.numel() // count // PIECE * PIECE for i in range(count)] + [buffer.numel()]
+    bounds = [i * buffer.numel() // count // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT for i in range(count)] + [buffer.numel()]
     return [buffer[a:b] for a, b in pairwise(bounds)]
 
 
-def add(parts: Sequence[Tensor], out: Tensor, per_host: int | None = None) -> None:
+def ordered_sum(parts: Sequence[Tensor], out: Tensor, per_host: int | None = None) -> None:
     """Add parts of one shape left to right, `per_host` of them (None: all) to the sum of a host, and those left to
     right. `out` may be one of them."""
     count = len(parts) if per_host is None else per_host
     if count == 1 or count == len(parts):
-        _add_all(parts, out)
+        _sum_left_to_right(parts, out)
         return
     hosts = [torch.empty_like(out) for _ in range(0, len(parts), count)]
     for host, first in zip(hosts, range(0, len(parts), count), strict=True):
-        _add_all(parts[first : first + count], host)
-    _add_all(hosts, out)
+        _sum_left_to_right(parts[first : first + count], host)
+    _sum_left_to_right(hosts, out)
 
 
-def _add_all(parts: Sequence[Tensor], out: Tensor) -> None:
+def _sum_left_to_right(parts: Sequence[Tensor], out: Tensor) -> None:
     """Left to right."""
     if len(parts) == 1:
         out.copy_(parts[0])

@@ -19,23 +19,30 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.comm.coding import SumCoding
-from meseta.comm.lanes import Crossing, Lane
-from meseta.comm.listed import check_listed
-from meseta.comm.messages import Peer, Swap, swap
-from meseta.comm.recording import NOT_KEPT, dtype_name, keep, name_lane
-from meseta.comm.sums import OrderedSum, add
-from meseta.comm.time_out import time_out
-from meseta.machine.processors import patient_threads
-from meseta.machine.rendezvous import VARIABLE
-from meseta.machine.variables import variables
+from meseta.comm.known_collectives import check_known_collective
+from meseta.comm.lanes import Lane, RowPriority
+from meseta.comm.messages import Peer, PendingExchange, start_exchange
+from meseta.comm.recording import NULL_RECORDING, dtype_name, record_transfer, register_lane
+from meseta.comm.sum_codec import SumCodec
+from meseta.comm.sums import OrderedSum, ordered_sum
+from meseta.comm.timeouts import transport_timeout
+from meseta.machine.environment_variables import environ
+from meseta.machine.processors import batch_scheduled_threads
+from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
-from meseta.spec.codecs import FP32, SumPath, Way, alike_shares, sum_path, sum_shares
-from meseta.telemetry.rank_record import Sending, ThisProcess
+from meseta.spec.codecs import (
+    FP32,
+    AllReduceAlgorithm,
+    CollectiveKind,
+    all_reduce_algorithm,
+    all_reduce_traffic_factors,
+    traffic_factors,
+)
+from meseta.telemetry.rank_record import CurrentRankRecord, TransferInfo
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
-Answer = TypeVar("Answer")
+ResultT = TypeVar("ResultT")
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -47,15 +54,15 @@ class Work(Protocol):
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingCollective:
     """A collective in flight. `send` stays referenced until `wait`, since the transport reads it."""
 
     received: Tensor
     send: Tensor
     work: Work | None
-    end: Callable[[float, float | None], None] | None = None
+    end_span: Callable[[float, float | None], None] | None = None
     """Ends its span, told since when this rank has waited, and when it was done where that is known."""
-    kept: AbstractContextManager[None] = NOT_KEPT
+    recording: AbstractContextManager[None] = NULL_RECORDING
     """Its place in the record of this rank."""
 
     def wait(self) -> Tensor:
@@ -64,26 +71,26 @@ class Pending:
         if self.work is not None:
             start_s = time.perf_counter()
             work, self.work = self.work, None
-            with self.kept:
+            with self.recording:
                 work.wait()
-            if self.end is not None:
-                self.end(start_s, getattr(work, "done_s", None))
+            if self.end_span is not None:
+                self.end_span(start_s, getattr(work, "done_s", None))
         return self.received
 
 
 @dataclass(frozen=True)
-class Scope:
+class ExchangeScope:
     """Between whom an exchange takes place, and of what."""
 
     ranks: Sequence[int] | None = None
     """Those that meet, this one among them: all of them name the same, and nothing goes to others. None: all ranks."""
     tables: Sequence[str] = ()
     """Whose rows travel, for errors."""
-    batch: int = 0
+    batch_tag: int = 0
     """Tells the batch that it belongs to from others, alike on all ranks; 0 where it belongs to none."""
 
 
-EVERYWHERE = Scope()
+ALL_RANKS = ExchangeScope()
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,9 @@ class World:
     device: torch.device
     group: Any = None
     """Process group of torch.distributed; None: the one that `current` began."""
-    per_host: int | None = None
+    plan_ranks_per_host: int | None = None
     """Ranks of a host, where a plan says it; None: as they were launched."""
-    sum_path: SumPath = "twins"
+    sum_algorithm: AllReduceAlgorithm = "twins"
     """Over which links sums go."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
     """What this rank has sent."""
@@ -114,19 +121,19 @@ class World:
 
         Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
         """
-        if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) <= 1:
+        if not dist.is_initialized() and int(environ.get("WORLD_SIZE", "1")) <= 1:
             return World.single(device)
-        with patient_threads(TRANSPORT_THREADS):  # of a group that somebody else has begun, too
+        with batch_scheduled_threads(TRANSPORT_THREAD_NAMES):  # of a group that somebody else has begun, too
             if not dist.is_initialized():
-                _join(device)
+                _init_process_group(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
     @property
     def ranks_per_host(self) -> int:
         """As a plan says, else as torchrun tells every rank; all of them, where nobody did."""
-        if self.per_host is not None:
-            return self.per_host
-        count = int(variables.get("LOCAL_WORLD_SIZE", self.size))
+        if self.plan_ranks_per_host is not None:
+            return self.plan_ranks_per_host
+        count = int(environ.get("LOCAL_WORLD_SIZE", self.size))
         return count if count > 0 and self.size % count == 0 else self.size
 
     @property
@@ -134,35 +141,35 @@ class World:
         """Whether nothing leaves a host, and the processors that compute copy what travels in it."""
         return self.device.type == "cpu" and self.ranks_per_host == self.size
 
-    def under(self, plan: Plan) -> World:
+    def with_plan(self, plan: Plan) -> World:
         """The same, on the hosts of a plan, with sums over the links that it names."""
-        path = sum_path(plan.exchange, plan.dense_exchange, FP32)
-        return replace(self.on_hosts(plan.devices_per_host), sum_path=path)
+        path = all_reduce_algorithm(plan.exchange, plan.dense_exchange, FP32)
+        return replace(self.with_ranks_per_host(plan.devices_per_host), sum_algorithm=path)
 
-    def on_hosts(self, per_host: int | None) -> World:
+    def with_ranks_per_host(self, per_host: int | None) -> World:
         """The same, on hosts of so many ranks, as a plan says it; None: as they were launched."""
-        return self if per_host is None else replace(self, per_host=per_host)
+        return self if per_host is None else replace(self, plan_ranks_per_host=per_host)
 
-    def apart(self) -> World:
+    def new_background_world(self) -> World:
         """The same ranks over gloo and on CPUs, for another thread: its collectives never meet those of this one.
         Collective."""
         cpu = torch.device("cpu")
         if self.size == 1:
             return World.single(cpu)
-        with patient_threads(), self._kept("new group"):
-            group = dist.new_group(backend="gloo", timeout=time_out())
-        name_lane(group, "background")
+        with batch_scheduled_threads(), self._record_transfer("new group"):
+            group = dist.new_group(backend="gloo", timeout=transport_timeout())
+        register_lane(group, "background")
         return World(rank=self.rank, size=self.size, device=cpu, group=group)
 
     @staticmethod
-    def leave() -> None:
+    def destroy_process_group() -> None:
         """End the process group, if there is one; the process may use all its processors again."""
-        while _lanes:
-            _lanes.popitem()[1].end()
+        while _sum_lanes:
+            _sum_lanes.popitem()[1].shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-        while _processors:
-            os.sched_setaffinity(0, _processors.pop())
+        while _previous_affinity:
+            os.sched_setaffinity(0, _previous_affinity.pop())
 
     def all_to_all(
         self,
@@ -171,9 +178,9 @@ class World:
         receive_splits: Sequence[int],
         name: str = "",
         *,
-        scope: Scope = EVERYWHERE,
+        scope: ExchangeScope = ALL_RANKS,
         keep: bool = True,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank.
 
         Args:
@@ -185,8 +192,8 @@ class World:
             keep: what comes in leaves its memory for the next step, see `meseta.ops.memory.empty`.
         """
         if self.size == 1:
-            return Pending(received=send, send=send, work=None)
-        check_listed(name)
+            return PendingCollective(received=send, send=send, work=None)
+        check_known_collective(name)
         received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device, keep=keep)
         send = send.contiguous()
         host = self.rank - self.rank % self.ranks_per_host
@@ -194,97 +201,109 @@ class World:
         across = sum(send_splits) - send_splits[self.rank] - inside
         entry_bytes = send[:1].nbytes
         ranks = range(self.size) if scope.ranks is None else scope.ranks
-        end = self._begin(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
-        kept = self._kept(name, send, "rows", scope, (inside + across) * entry_bytes)
+        end = self._start_span(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
+        kept = self._record_transfer(name, send, "rows", scope, (inside + across) * entry_bytes)
         if send.device.type == "cuda":
             splits = list(receive_splits), list(send_splits)
             work = dist.all_to_all_single(received, send, *splits, self.group, async_op=True)
-            return Pending(received=received, send=send, work=work, end=end, kept=kept)
+            return PendingCollective(received=received, send=send, work=work, end_span=end, recording=kept)
         there, here = send.split(list(send_splits)), received.split(list(receive_splits))
         peers = [Peer(r, there[r], here[r]) for r in ranks if r != self.rank]
-        messages = swap(
-            self.rank, peers, name, batch=scope.batch, tables=scope.tables, group=self.group, crossing=_crossing
+        messages = start_exchange(
+            self.rank,
+            peers,
+            name,
+            batch_tag=scope.batch_tag,
+            tables=scope.tables,
+            group=self.group,
+            row_priority=_row_priority,
         )
         here[self.rank].copy_(there[self.rank])
-        return Pending(received=received, send=send, work=messages, end=end, kept=kept)
+        return PendingCollective(received=received, send=send, work=messages, end_span=end, recording=kept)
 
     def start_all_reduce(
-        self, tensor: Tensor, name: str = "", coding: SumCoding | None = None, *, by_itself: bool = True
-    ) -> Pending:
+        self, tensor: Tensor, name: str = "", coding: SumCodec | None = None, *, in_background: bool = True
+    ) -> PendingCollective:
         """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`. `coding` says how
-        numbers cross hosts; unless it goes on `by_itself`, whoever waits for it carries it."""
+        numbers cross hosts; unless it goes on `in_background`, whoever waits for it carries it."""
         if self.size == 1:
-            return Pending(received=tensor, send=tensor, work=None)
-        check_listed(name)
-        end, buffer = self._begin_alike(name, tensor, "sum", coding), tensor.view(-1)
-        kept = self._kept(name, tensor, lane="sums")
-        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), buffer, coding, by_itself=by_itself)
-        return Pending(received=tensor, send=tensor, work=work, end=end, kept=kept)
+            return PendingCollective(received=tensor, send=tensor, work=None)
+        check_known_collective(name)
+        end, buffer = self._start_replicated_span(name, tensor, "sum", coding), tensor.view(-1)
+        kept = self._record_transfer(name, tensor, lane="sums")
+        work = self._submit_sum(name, lambda sums: sums.all_reduce(buffer), buffer, coding, in_background=in_background)
+        return PendingCollective(received=tensor, send=tensor, work=work, end_span=end, recording=kept)
 
-    def add_in_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
+    def reduce_scatter_intra_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
         """[m] and [ranks_per_host, m]: the sum over the ranks of this host of the piece of this rank's place; in the
         same order."""
-        check_listed(name)
-        end, start_s = self._begin(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
-        with self._kept(name, total, lane="sums"):
-            self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
+        check_known_collective(name)
+        end, start_s = self._start_span(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
+        with self._record_transfer(name, total, lane="sums"):
+            self._submit_sum(
+                name, lambda sums: sums.reduce_scatter_intra_host(total, pieces), total, in_background=False
+            ).wait()
         end(start_s, None)
 
-    def start_add_over_hosts(self, total: Tensor, name: str = "", coding: SumCoding | None = None) -> Pending:
+    def start_all_reduce_inter_host(
+        self, total: Tensor, name: str = "", coding: SumCodec | None = None
+    ) -> PendingCollective:
         """Begin the sum of [m], in place, over the ranks at this place of all hosts; in the same order. It goes on by
         itself."""
         if self.ranks_per_host == self.size:
-            return Pending(received=total, send=total, work=None)
-        check_listed(name)
-        way: Way = "hosts chain" if self.sum_path == "chain" and coding is None else "hosts sum"
-        _, far = alike_shares(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
-        num_bytes = total.nbytes if coding is None else coding.num_bytes(coding.num_coded)
-        end, kept = self._begin(name, 0.0, far * num_bytes), self._kept(name, total, lane="sums")
-        work = self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=True)
-        return Pending(received=total, send=total, work=work, end=end, kept=kept)
+            return PendingCollective(received=total, send=total, work=None)
+        check_known_collective(name)
+        way: CollectiveKind = "hosts chain" if self.sum_algorithm == "chain" and coding is None else "hosts sum"
+        _, far = traffic_factors(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
+        num_bytes = total.nbytes if coding is None else coding.encoded_bytes(coding.num_encoded)
+        end, kept = self._start_span(name, 0.0, far * num_bytes), self._record_transfer(name, total, lane="sums")
+        work = self._submit_sum(name, lambda sums: sums.all_reduce_inter_host(total), total, coding, in_background=True)
+        return PendingCollective(received=total, send=total, work=work, end_span=end, recording=kept)
 
-    def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCodec | None = None) -> Tensor:
         """Sum over ranks, in place, in the same order."""
-        return self.start_all_reduce(tensor, name, coding, by_itself=False).wait()
+        return self.start_all_reduce(tensor, name, coding, in_background=False).wait()
 
-    def host_group(self) -> Any:
+    def new_host_group(self) -> Any:
         """The process group of the ranks of this host. Collective."""
-        with patient_threads(), self._kept("new group"):
-            group, _ = dist.new_subgroups(group_size=self.ranks_per_host, timeout=time_out())
+        with batch_scheduled_threads(), self._record_transfer("new group"):
+            group, _ = dist.new_subgroups(group_size=self.ranks_per_host, timeout=transport_timeout())
         return group
 
-    def _in_lane(
+    def _submit_sum(
         self,
         name: str,
         add_up: Callable[[OrderedSum], None],
         buffer: Tensor,
-        coding: SumCoding | None = None,
+        coding: SumCodec | None = None,
         *,
-        by_itself: bool,
+        in_background: bool,
     ) -> Work:
         """Begin a sum of `buffer` in the lane of sums; on a GPU it is begun in the order of the calls, in their
         stream."""
         on_cpu, known = buffer.device.type == "cpu", set[int]()
-        lane = _lane(self.group) if on_cpu else Lane("sums", self.group)
+        lane = _get_sum_lane(self.group) if on_cpu else Lane("sums", self.group)
 
-        def begin(peers: Sequence[Peer]) -> Swap:
-            _crossing.let_pass()
-            return swap(self.rank, peers, name, batch=-buffer.numel(), group=lane.group, known=known)
+        def begin(peers: Sequence[Peer]) -> PendingExchange:
+            _row_priority.yield_to_row_exchange()
+            return start_exchange(
+                self.rank, peers, name, batch_tag=-buffer.numel(), group=lane.group, announced_peers=known
+            )
 
-        path = self.sum_path if coding is None else "twins"  # what is never encoded goes the same way
+        path = self.sum_algorithm if coding is None else "twins"  # what is never encoded goes the same way
         sums = OrderedSum(self.rank, self.size, self.ranks_per_host, path, begin, lane.scratch, coding)
-        return lane.begin(lambda: add_up(sums), by_itself=by_itself and on_cpu)
+        return lane.submit(lambda: add_up(sums), in_background=in_background and on_cpu)
 
-    def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
+    def all_reduce_small(self, numbers: Tensor, name: str = "") -> Tensor:
         """The same sum of a few numbers, of which every rank sends all to all others."""
-        return self.start_sum_of_few(numbers, name)()
+        return self.start_all_reduce_small(numbers, name)()
 
-    def start_sum_of_few(self, numbers: Tensor, name: str = "") -> Callable[[], Tensor]:
+    def start_all_reduce_small(self, numbers: Tensor, name: str = "") -> Callable[[], Tensor]:
         """Begin it; what is returned waits for it."""
         pending, total = self.start_all_gather(numbers, name), torch.empty_like(numbers)
 
         def wait() -> Tensor:
-            add([*pending.wait().view(self.size, *numbers.shape)], total, self.ranks_per_host)
+            ordered_sum([*pending.wait().view(self.size, *numbers.shape)], total, self.ranks_per_host)
             return total
 
         return wait
@@ -293,24 +312,27 @@ class World:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
         return self.start_all_gather(tensor, name).wait().view(self.size, *tensor.shape)
 
-    def start_all_gather(self, tensor: Tensor, name: str = "") -> Pending:
+    def start_all_gather(self, tensor: Tensor, name: str = "") -> PendingCollective:
         """Begin it: [size, numbers]."""
         mine = tensor.contiguous().view(-1)
         if self.size == 1:
-            return Pending(received=mine.unsqueeze(0), send=mine, work=None)
-        check_listed(name)
-        end, gathered = self._begin_alike(name, tensor, "gather"), tensor.new_empty((self.size, tensor.numel()))
-        kept = self._kept(name, tensor)
+            return PendingCollective(received=mine.unsqueeze(0), send=mine, work=None)
+        check_known_collective(name)
+        end, gathered = (
+            self._start_replicated_span(name, tensor, "gather"),
+            tensor.new_empty((self.size, tensor.numel())),
+        )
+        kept = self._record_transfer(name, tensor)
         work: Work
         if tensor.device.type == "cuda":
             work = dist.all_gather_into_tensor(gathered.view(-1), mine, self.group, async_op=True)
         else:
             peers = [Peer(r, mine, gathered[r]) for r in range(self.size) if r != self.rank]
-            work = swap(self.rank, peers, name, group=self.group, crossing=_crossing)
+            work = start_exchange(self.rank, peers, name, group=self.group, row_priority=_row_priority)
             gathered[self.rank] = mine
-        return Pending(received=gathered, send=mine, work=work, end=end, kept=kept)
+        return PendingCollective(received=gathered, send=mine, work=work, end_span=end, recording=kept)
 
-    def _begin(
+    def _start_span(
         self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None
     ) -> Callable[[float, float | None], None]:
         """Begin a span of a transfer with so many other ranks, all where None; what is returned ends it."""
@@ -325,58 +347,63 @@ class World:
 
         return end
 
-    def _kept(
-        self, name: str, like: Tensor | None = None, lane: str = "rows", scope: Scope | None = None, sent: float = 0.0
+    def _record_transfer(
+        self,
+        name: str,
+        like: Tensor | None = None,
+        lane: str = "rows",
+        scope: ExchangeScope | None = None,
+        sent: float = 0.0,
     ) -> AbstractContextManager[None]:
         """The place of a transfer that begins in the record of this rank; numbers as those of `like`, as many on all
         ranks unless there is a `scope`."""
-        if ThisProcess.record is None:
-            return NOT_KEPT
+        if CurrentRankRecord.record is None:
+            return NULL_RECORDING
         dtype, numbers = ("", None) if like is None else (dtype_name(like.dtype), like.numel())
         if scope is None:
-            about = Sending(name, dtype, numbers, num_peers=self.size - 1)
+            about = TransferInfo(name, dtype, numbers, num_peers=self.size - 1)
         else:
             ranks = scope.ranks
             num_peers = (self.size if ranks is None else len(ranks)) - 1
-            about = Sending(name, dtype, None, scope.batch, sent, num_peers, scope.tables, ranks)
-        return keep(self.group, about, self.transfers.step, lane)
+            about = TransferInfo(name, dtype, None, scope.batch_tag, sent, num_peers, scope.tables, ranks)
+        return record_transfer(self.group, about, self.transfers.step, lane)
 
-    def _begin_alike(
-        self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCoding | None = None
+    def _start_replicated_span(
+        self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCodec | None = None
     ) -> Callable[[float, float | None], None]:
         """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
         per_host, across = self.ranks_per_host, float(tensor.nbytes)
-        near, far = alike_shares(way, self.size, per_host)
+        near, far = traffic_factors(way, self.size, per_host)
         if way == "sum":
-            path = self.sum_path if coding is None else "twins"
-            near, far = sum_shares(path, self.size, per_host, self.rank // per_host)
+            path = self.sum_algorithm if coding is None else "twins"
+            near, far = all_reduce_traffic_factors(path, self.size, per_host, self.rank // per_host)
         if coding is not None:
-            across += coding.num_bytes(coding.num_coded) - coding.num_coded * tensor.element_size()
-        return self._begin(name, near * tensor.nbytes, far * across)
+            across += coding.encoded_bytes(coding.num_encoded) - coding.num_encoded * tensor.element_size()
+        return self._start_span(name, near * tensor.nbytes, far * across)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place on every other rank."""
         if self.size > 1:
-            with self._kept("broadcast", tensor):
+            with self._record_transfer("broadcast", tensor):
                 dist.broadcast(tensor, 0, self.group)
         return tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """One picklable object of each rank, on every rank."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        with self._kept("objects"):
+        with self._record_transfer("objects"):
             dist.all_gather_object(gathered, value, self.group)
         return gathered
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            with self._kept("barrier"):
+            with self._record_transfer("barrier"):
                 dist.barrier(self.group)
 
-    def on_first(self, action: Callable[[], object]) -> None:
+    def run_on_rank_0(self, action: Callable[[], object]) -> None:
         """Run `action` on rank 0 alone; a MesetaError or OSError there is raised on all ranks. Collective."""
         problem: Exception | None = None
         if self.rank == 0:
@@ -384,27 +411,27 @@ class World:
                 action()
             except (MesetaError, OSError) as error:
                 problem = error
-        self.raise_together(problem)
+        self.raise_on_all_ranks(problem)
 
-    def from_first(self, think: Callable[[], Answer]) -> Answer:
+    def broadcast_from_rank_0(self, think: Callable[[], ResultT]) -> ResultT:
         """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, with its class and its
         attributes, and the system's error on the others as a MesetaError. Collective.
 
         For what other ranks would find too, and keep rank 0's processor busy meanwhile. The answer is picklable.
         """
-        answer: Answer | None = None
+        answer: ResultT | None = None
         problem: Exception | None = None
         if self.rank == 0:
             try:
                 answer = think()
             except (MesetaError, OSError) as error:
                 problem = error
-        [(answer, told), *_] = self.gather_objects((answer, None if problem is None else _as_meseta_error(problem)))
+        [(answer, told), *_] = self.all_gather_object((answer, None if problem is None else _as_meseta_error(problem)))
         if told is not None:
             raise told if problem is None else problem
-        return cast(Answer, answer)
+        return cast(ResultT, answer)
 
-    def raise_together(self, error: BaseException | None) -> None:
+    def raise_on_all_ranks(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
 
         The message is the error of the lowest such rank, and names it, if an error that all ranks were told before
@@ -414,7 +441,7 @@ class World:
             if error is not None:
                 raise error
             return
-        for rank, problem in enumerate(self.gather_objects(None if error is None else _as_meseta_error(error))):
+        for rank, problem in enumerate(self.all_gather_object(None if error is None else _as_meseta_error(error))):
             if problem is not None:
                 told = problem.with_prefix("" if problem.rank is not None else f"rank {rank}: ")
                 told.rank = rank if problem.rank is None else problem.rank
@@ -425,64 +452,66 @@ def _as_meseta_error(error: BaseException) -> MesetaError:
     return error if isinstance(error, MesetaError) else MesetaError(str(error))
 
 
-TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
+TRANSPORT_THREAD_NAMES = ("gloo_tcp_loop", "pt_gloo_runloop")
 """As gloo and torch call those that carry messages: the first reads and writes, and tries for the locks of the others
 without sleeping."""
 _num_groups = itertools.count()
 
 
-def _join(device: torch.device | str) -> None:
+def _init_process_group(device: torch.device | str) -> None:
     """Begin the process group that the launcher's variables describe."""
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     if backend == "gloo":
-        _keep_to_share()
+        _bind_to_cpu_share()
     # Of a rank of -1 torch says which variables are missing.
-    size, rank = int(variables["WORLD_SIZE"]), int(variables.get("RANK", "-1"))
-    with keep(None, Sending("join")):
-        dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=time_out())
+    size, rank = int(environ["WORLD_SIZE"]), int(environ.get("RANK", "-1"))
+    with record_transfer(None, TransferInfo("join")):
+        dist.init_process_group(
+            backend, store=_make_store(size), rank=rank, world_size=size, timeout=transport_timeout()
+        )
 
 
-def _store(size: int) -> dist.Store | None:
+def _make_store(size: int) -> dist.Store | None:
     """Where the ranks of this machine meet; None where torchrun's variables say it."""
-    path = variables.get(VARIABLE)
+    path = environ.get(RENDEZVOUS_VARIABLE)
     if path is None:
         return None
     # The file keeps what former groups of these processes wrote.
     store = dist.PrefixStore(str(next(_num_groups)), dist.FileStore(path, size))
-    store.set_timeout(time_out())
+    store.set_timeout(transport_timeout())
     return store
 
 
-_crossing = Crossing()
+_row_priority = RowPriority()
 """Of this process."""
-_lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
+_sum_lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
 """The lane of sums of a process group."""
 
 
-def _lane(group: Any) -> Lane:
+def _get_sum_lane(group: Any) -> Lane:
     """Made at the first sum. Collective."""
     group = dist.group.WORLD if group is None else group
-    if group not in _lanes:
-        with patient_threads(), keep(group, Sending("new group")):
-            _lanes[group] = Lane("sums", dist.new_group(backend="gloo", timeout=time_out()))
-    return _lanes[group]
+    if group not in _sum_lanes:
+        with batch_scheduled_threads(), record_transfer(group, TransferInfo("new group")):
+            _sum_lanes[group] = Lane("sums", dist.new_group(backend="gloo", timeout=transport_timeout()))
+    return _sum_lanes[group]
 
 
-_processors: list[set[int]] = []
+_previous_affinity: list[set[int]] = []
 """What this process might use before it kept to its share."""
 
 
-def _keep_to_share() -> None:
+def _bind_to_cpu_share() -> None:
     """Bind this process to its part of the processors that the ranks of this machine share.
 
     A thread of the transport else wakes up beside another rank's computation and waits for its slice to end, some
     milliseconds in every collective.
     """
-    num_ranks, rank = (int(variables.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    num_ranks, rank = (int(environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if not hasattr(os, "sched_setaffinity") or not 0 <= rank < num_ranks:
         return
     processors = sorted(os.sched_getaffinity(0))
     share = len(processors) // num_ranks
     if share >= torch.get_num_threads():
-        _processors.append(set(processors))
+        _previous_affinity.append(set(processors))
         os.sched_setaffinity(0, processors[rank * share : (rank + 1) * share])

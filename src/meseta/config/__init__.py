@@ -1,7 +1,7 @@
 """Typed configs of a run. No torch here."""
 
 from meseta.config.embedding import EmbeddingConfig, TableConfig
-from meseta.config.load import check_document, load_config, read_document, set_default
+from meseta.config.load import load_config, read_config_document, set_default, validate_document
 from meseta.config.models import ModelConfig
 from meseta.config.run import (
     CheckpointConfig,
@@ -30,8 +30,8 @@ __all__ = [
     "ScheduleConfig",
     "TableConfig",
     "TrainConfig",
-    "check_document",
     "load_config",
-    "read_document",
+    "read_config_document",
     "set_default",
+    "validate_document",
 ]

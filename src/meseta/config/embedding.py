@@ -53,15 +53,15 @@ class InitConfig(Section):
     scale: float | None = None
 
 
-class Exceptions(Section):
+class PartialSection(Section):
     """Holds what is given; the rest comes from elsewhere, so that it is not written down either."""
 
     @model_serializer(mode="wrap")
-    def _given(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _dump_set_fields(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
 
-class TableOptimizerConfig(Exceptions, RowOptimizerConfig):
+class TableOptimizerConfig(PartialSection, RowOptimizerConfig):
     """Constants that are not given are those of `embedding.optimizer`, or, where `name` says another one, its
     defaults. See meseta.OptimizerSpec for their meaning."""
 
@@ -70,7 +70,7 @@ class TableOptimizerConfig(Exceptions, RowOptimizerConfig):
         return self  # what is given here is checked with the rest
 
 
-class TableInitConfig(Exceptions, InitConfig):
+class TableInitConfig(PartialSection, InitConfig):
     """What is not given is that of `embedding.init`, or, where `kind` says another one, its default. See
     meseta.InitSpec."""
 
@@ -125,9 +125,9 @@ class EmbeddingConfig(Section):
     def _check(self) -> EmbeddingConfig:
         self._check_init("", self.init.model_dump())
         for table in self.tables:
-            self._check_init(f"tables.{table}.", self.init_of(table))
+            self._check_init(f"tables.{table}.", self.table_init(table))
             try:
-                OptimizerSpec(**self.optimizer_of(table))
+                OptimizerSpec(**self.table_optimizer(table))
             except MesetaError as error:
                 raise ValueError(f"tables.{table}.optimizer: {error}") from None
         return self
@@ -138,28 +138,28 @@ class EmbeddingConfig(Section):
         except MesetaError as error:
             raise ValueError(f"{where}{error}") from None
 
-    def optimizer_of(self, table: str) -> dict[str, Any]:
+    def table_optimizer(self, table: str) -> dict[str, Any]:
         """The constants of a table's row optimizer, without `regularization`."""
         own = self.tables.get(table)
-        return _with_exceptions(self.optimizer, own.optimizer if own else None, "name")
+        return _merge_overrides(self.optimizer, own.optimizer if own else None, "name")
 
-    def pooling_of(self, table: str) -> Pooling:
+    def table_pooling(self, table: str) -> Pooling:
         """How bags of a feature are reduced."""
         own = self.tables.get(table)
         return self.pooling if own is None or own.pooling is None else own.pooling
 
-    def embedding_dim_of(self, table: str) -> int | None:
+    def table_embedding_dim(self, table: str) -> int | None:
         """Numbers of a table's vectors; None: as many as the model says."""
         own = self.tables.get(table)
         return None if own is None else own.embedding_dim
 
-    def init_of(self, table: str) -> dict[str, Any]:
+    def table_init(self, table: str) -> dict[str, Any]:
         """How a table's rows start."""
         own = self.tables.get(table)
-        return _with_exceptions(self.init, own.init if own else None, "kind")
+        return _merge_overrides(self.init, own.init if own else None, "kind")
 
 
-def _with_exceptions(common: Section, own: Exceptions | None, kind: str) -> dict[str, Any]:
+def _merge_overrides(common: Section, own: PartialSection | None, kind: str) -> dict[str, Any]:
     """The keys of `common` under those that `own` gives; where `own` says another `kind`, those it gives alone."""
     given = {} if own is None else own.model_dump()
     is_other = given.get(kind, getattr(common, kind)) != getattr(common, kind)

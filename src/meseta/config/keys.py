@@ -16,18 +16,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from meseta.config.models import ModelConfig, OwnModelConfig, model_sections
+from meseta.config.models import CustomModelConfig, ModelConfig, model_sections
 from meseta.config.run import RunConfig
 from meseta.config.section import Section, used_by
 from meseta.spec import MesetaError
 
-_MOST_LEFT_OUT = 2
+_MAX_EXCLUDED_MODELS = 2
 """Maximum length of a list of exceptions, as in "All but dlrm and fm"."""
-LIMITS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+BOUND_SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class ConfigKey:
     """One key of the config."""
 
     path: str
@@ -36,7 +36,7 @@ class Key:
     """Values that it takes, as Markdown."""
     default: str
     """As Markdown."""
-    text: str
+    description: str
     """What it means."""
     is_required: bool = False
     """Whether a config has to give it."""
@@ -49,25 +49,28 @@ class Key:
     def full_text(self) -> str:
         """What it means, after the names in `used_by`."""
         if not self.used_by:
-            return self.text
+            return self.description
         users = ", ".join(self.used_by)
         # A few exceptions among many are shorter to read than the many.
-        if len(self.not_used_by) <= _MOST_LEFT_OUT and 2 * len(self.not_used_by) < len(self.used_by):
+        if len(self.not_used_by) <= _MAX_EXCLUDED_MODELS and 2 * len(self.not_used_by) < len(self.used_by):
             users = f"All but {' and '.join(self.not_used_by)}" if self.not_used_by else "All"
-        begins_with_word = self.text[1:2].islower()
-        return f"{users}: {self.text[:1].lower() if begins_with_word else self.text[:1]}{self.text[1:]}"
+        begins_with_word = self.description[1:2].islower()
+        return (
+            f"{users}: "
+            f"{self.description[:1].lower() if begins_with_word else self.description[:1]}{self.description[1:]}"
+        )
 
 
-def all_keys() -> list[Key]:
+def all_keys() -> list[ConfigKey]:
     """All keys that hold a value, sections apart."""
-    return [key for _, found in sections() for key in found]
+    return [key for _, found in key_sections() for key in found]
 
 
-def find_keys(name: str) -> list[Key]:
+def find_keys(name: str) -> list[ConfigKey]:
     """The keys that `name` means: one, all of a section, those that match a pattern such as '*.lr', or those that have
     it in their names. Any name stands for <feature>. Raises MesetaError where there is none."""
     keys = all_keys()
-    for rule in (_is_at, _matches, _has):
+    for rule in (_is_in_section, _matches_pattern, _contains):
         if found := [key for key in keys if rule(key, name)]:
             return found
     nicknames = {key.path.rpartition(".")[2]: key.path for key in keys} | {key.path: key.path for key in keys}
@@ -76,80 +79,80 @@ def find_keys(name: str) -> list[Key]:
     raise MesetaError(f"config: there is no key {name!r}; {asked}`meseta config` lists all")
 
 
-def _is_at(key: Key, name: str) -> bool:
+def _is_in_section(key: ConfigKey, name: str) -> bool:
     """Whether a key is the one called so, or lies in the section called so."""
     there, wanted = key.path.split("."), name.split(".")
     fits = all(one in (other, "<feature>") for one, other in zip(there, wanted, strict=False))
     return fits and (len(wanted) <= len(there) or key.kind == "section")
 
 
-def _matches(key: Key, name: str) -> bool:
+def _matches_pattern(key: ConfigKey, name: str) -> bool:
     return fnmatchcase(key.path, name)
 
 
-def _has(key: Key, name: str) -> bool:
+def _contains(key: ConfigKey, name: str) -> bool:
     return bool(name) and name in key.path
 
 
-def sections() -> Iterator[tuple[str, list[Key]]]:
+def key_sections() -> Iterator[tuple[str, list[ConfigKey]]]:
     """The keys at the top, then each section with all that lies in it."""
     fields = RunConfig.model_fields
-    yield "The run", [key_of(RunConfig, n, n) for n, f in fields.items() if _section_of(f.annotation) is None]
+    yield "The run", [make_key(RunConfig, n, n) for n, f in fields.items() if _find_section(f.annotation) is None]
     for name, field in fields.items():
-        section = _section_of(field.annotation)
+        section = _find_section(field.annotation)
         if section is not None:
-            found = _of_models(name) if section is ModelConfig else list(_walk(section, name, ()))
-            yield f"{name}: {_sentence(field.description)}", found
+            found = _model_keys(name) if section is ModelConfig else list(_walk_keys(section, name, ()))
+            yield f"{name}: {_decapitalize(field.description)}", found
 
 
-def _of_models(path: str) -> list[Key]:
+def _model_keys(path: str) -> list[ConfigKey]:
     """The keys of all models; what a key is where it means the same in several stands once, with their names."""
-    classes: dict[str, type[Section]] = {**model_sections(), "your own": OwnModelConfig}
-    named = key_of(ModelConfig, "name", f"{path}.name")
-    told = (f"{name!r}: {key_of(section, 'name', '').text}" for name, section in model_sections().items())
-    owners: dict[Key, list[str]] = {}
+    classes: dict[str, type[Section]] = {**model_sections(), "your own": CustomModelConfig}
+    named = make_key(ModelConfig, "name", f"{path}.name")
+    told = (f"{name!r}: {make_key(section, 'name', '').description}" for name, section in model_sections().items())
+    owners: dict[ConfigKey, list[str]] = {}
     for name, section in classes.items():
-        for key in _walk(section, path, ()):
+        for key in _walk_keys(section, path, ()):
             if key.path != named.path:
                 owners.setdefault(key, []).append(name)
-    found = [replace(named, text=" ".join([named.text, *told]))]
+    found = [replace(named, description=" ".join([named.description, *told]))]
     for key, names in owners.items():
         others = tuple(name for name in classes if name not in names)
         found.append(replace(key, used_by=tuple(names), not_used_by=others))
     return found
 
 
-def _walk(section: type[Section], prefix: str, above: tuple[type[Section], ...]) -> Iterator[Key]:
+def _walk_keys(section: type[Section], prefix: str, above: tuple[type[Section], ...]) -> Iterator[ConfigKey]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}"
-        inner = _section_of(field.annotation)
+        inner = _find_section(field.annotation)
         if inner is None or get_origin(field.annotation) is tuple:
-            yield key_of(section, name, path)
+            yield make_key(section, name, path)
         if inner is None:
             continue
         if get_origin(field.annotation) is tuple:
-            yield from _walk(inner, f"{path}.<number>", (*above, section))
+            yield from _walk_keys(inner, f"{path}.<number>", (*above, section))
         elif any(issubclass(inner, one) for one in above):
-            key = key_of(section, name, path)
-            yield replace(key, text=f"{key.text} Keys as above.")
+            key = make_key(section, name, path)
+            yield replace(key, description=f"{key.description} Keys as above.")
         else:
             named = get_origin(field.annotation) is dict
-            seen = (*above, *(c for c in (_section_of(f.annotation) for f in section.model_fields.values()) if c))
-            yield from _walk(inner, f"{path}.<feature>" if named else path, (*seen, section) if named else above)
+            seen = (*above, *(c for c in (_find_section(f.annotation) for f in section.model_fields.values()) if c))
+            yield from _walk_keys(inner, f"{path}.<feature>" if named else path, (*seen, section) if named else above)
 
 
-def key_of(section: type[Section], name: str, path: str) -> Key:
+def make_key(section: type[Section], name: str, path: str) -> ConfigKey:
     """The key `name` of a section, called `path` in the whole."""
     field = section.model_fields[name]
-    text = field.description or _texts_beside(section).get(name, inspect.cleandoc(section.__doc__ or ""))
-    is_section = _section_of(field.annotation) and get_origin(field.annotation) is not tuple
-    kind = "section" if is_section else _kind(field.annotation, [*field.metadata])
+    text = field.description or _referenced_descriptions(section).get(name, inspect.cleandoc(section.__doc__ or ""))
+    is_section = _find_section(field.annotation) and get_origin(field.annotation) is not tuple
+    kind = "section" if is_section else _format_type(field.annotation, [*field.metadata])
     users = used_by(field)
-    return Key(
+    return ConfigKey(
         path=path,
         kind=kind,
-        default=_default(field),
-        text=" ".join(text.split()),
+        default=_format_default(field),
+        description=" ".join(text.split()),
         is_required=field.is_required(),
         used_by=users,
         not_used_by=tuple(value for value in _choices(section) if value not in users) if users else (),
@@ -162,7 +165,7 @@ def _choices(section: type[Section]) -> tuple[str, ...]:
     return get_args(fields["name" if "name" in fields else "kind"].annotation)
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def _find_section(annotation: Any) -> type[Section] | None:
     """The section that a field holds, directly, by name, or unless it is None."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
@@ -171,7 +174,7 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 @cache
-def _texts_beside(section: type[Section]) -> dict[str, str]:
+def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
     """Texts of the fields of the class that describes the keys of a section."""
     source = section.keys_described_by
     if source is None:
@@ -186,41 +189,43 @@ def _texts_beside(section: type[Section]) -> dict[str, str]:
     return texts
 
 
-def _kind(annotation: Any, limits: list[Any]) -> str:
+def _format_type(annotation: Any, limits: list[Any]) -> str:
     """A type as a person writes values of it in YAML."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(inside[0], [m for extra in inside[1:] for m in getattr(extra, "metadata", [extra])] + limits)
+        return _format_type(
+            inside[0], [m for extra in inside[1:] for m in getattr(extra, "metadata", [extra])] + limits
+        )
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in inside)
     if origin in (Union, types.UnionType):
-        return " or ".join(_kind(part, limits) for part in inside if part is not type(None))
+        return " or ".join(_format_type(part, limits) for part in inside if part is not type(None))
     if origin in (tuple, list):
-        return f"list: {_kind(inside[0], [])}"
+        return f"list: {_format_type(inside[0], [])}"
     if origin is dict:
-        return "mapping" if inside[1] is Any else f"mapping to {_kind(inside[1], [])}"
-    if _section_of(annotation):
+        return "mapping" if inside[1] is Any else f"mapping to {_format_type(inside[1], [])}"
+    if _find_section(annotation):
         return "section"
     names = {Path: "path", str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
     bounds = [
-        f"{sign}\N{NO-BREAK SPACE}{_bound(getattr(m, name))}"
+        f"{sign}\N{NO-BREAK SPACE}{_format_bound(getattr(m, name))}"
         for m in limits
-        for name, sign in LIMITS
+        for name, sign in BOUND_SIGNS
         if hasattr(m, name)
     ]
     return " ".join([names[annotation], ", ".join(bounds)]).strip()
 
 
-def plain(markdown: str) -> str:
+def strip_markdown(markdown: str) -> str:
     """Kind or default of a key without the marks of Markdown."""
     return markdown.replace("`", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
-def _bound(value: float | int) -> str:
+def _format_bound(value: float | int) -> str:
     return "2^63" if value == 2**63 else f"{value:,}"
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
     value = field.default
@@ -231,18 +236,18 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`[{', '.join(map(_shown, value))}]`"
+        return f"`[{', '.join(map(_format_item, value))}]`"
     return f"`{value}`"
 
 
-def _shown(value: Any) -> str:
+def _format_item(value: Any) -> str:
     """One of a list."""
     if not isinstance(value, Section):
         return str(value)
-    keys = ", ".join(f"{name}: {_default(FieldInfo(default=one)).strip('`')}" for name, one in value)
+    keys = ", ".join(f"{name}: {_format_default(FieldInfo(default=one)).strip('`')}" for name, one in value)
     return f"{{{keys}}}"
 
 
-def _sentence(text: str | None) -> str:
+def _decapitalize(text: str | None) -> str:
     text = (text or "").rstrip(".")
     return text[:1].lower() + text[1:]

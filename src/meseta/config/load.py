@@ -9,13 +9,13 @@ from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from meseta.config.models.base import DEFAULT_NAME, ModelConfig, section_class
+from meseta.config.models.base import DEFAULT_MODEL, ModelConfig, section_class
 from meseta.config.run import RunConfig
-from meseta.errors import StorageError, shown
-from meseta.machine.files import escaped
-from meseta.machine.remote import Location, is_url, locate
+from meseta.errors import StorageError, format_value
+from meseta.machine.files import escape
+from meseta.machine.remote import Location, is_url, to_location
 from meseta.machine.yaml_text import parse_yaml
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
 
 AnySection = TypeVar("AnySection", bound=BaseModel)
@@ -26,10 +26,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises MesetaError for a missing file, an unknown key (with the nearest valid name) or an ill-typed value.
     """
-    return check_document(read_document(path, overrides), path)
+    return validate_document(read_config_document(path, overrides), path)
 
 
-def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_config_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What a config file and overrides say, unchecked; of `path` None, the overrides alone.
 
     Raises MesetaError for a missing file, or an override that cannot be read.
@@ -39,17 +39,17 @@ def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dic
     except MesetaError as error:
         raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
-        _apply(document, override)
+        _apply_override(document, override)
     return document
 
 
-def checkpoints_of_run(run_dir: Path) -> Location:
+def checkpoint_location(run_dir: Path) -> Location:
     """Where the checkpoints of a run lie: at the URL that its config names, else in it. A config that is not valid
     names none. Raises StorageError if a config cannot be read: it may name a URL."""
     try:
-        url = value_at(read_document(run_dir / "config.yaml"), "checkpoint.dir")
+        url = get_value(read_config_document(run_dir / "config.yaml"), "checkpoint.dir")
         if isinstance(url, str) and is_url(url):
-            return locate(url)
+            return to_location(url)
     except StorageError:
         raise
     except MesetaError:
@@ -60,45 +60,45 @@ def checkpoints_of_run(run_dir: Path) -> Location:
 def set_default(document: dict[str, Any], key: str, value: Any) -> None:
     """Give `key`, such as train.batch_size, a value where the document has none; what is ill-typed is left alone."""
     *parents, last = key.split(".")
-    with suppress(_NoSectionError):
-        _section_at(document, parents).setdefault(last, value)
+    with suppress(_NotASectionError):
+        _get_or_make_section(document, parents).setdefault(last, value)
 
 
-def value_at(document: Any, key: str) -> Any:
+def get_value(document: Any, key: str) -> Any:
     """What a document has at `key`, such as train.batch_size; None where it has nothing."""
     for name in key.split("."):
         document = document.get(name) if isinstance(document, dict) else None
     return document
 
 
-def check_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
+def validate_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
     """The config that a document holds; `path` names it in errors. Raises MesetaError as `load_config` does."""
-    return check_section(RunConfig, document, "config" if path is None else f"config {str(path)!r}")
+    return validate_section(RunConfig, document, "config" if path is None else f"config {str(path)!r}")
 
 
-def check_section(form: type[AnySection], document: Any, where: str) -> AnySection:
+def validate_section(form: type[AnySection], document: Any, where: str) -> AnySection:
     """The sections of `form` that a document holds. Raises MesetaError, which begins with `where`, naming each key that
     is wrong, and for an unknown one the nearest that is known."""
     try:
         return form.model_validate(document)
     except ValidationError as error:
-        raise MesetaError(escaped(f"{where}: " + "; ".join(_explain_all(error, form, document)))) from None
+        raise MesetaError(escape(f"{where}: " + "; ".join(_explain_all(error, form, document)))) from None
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
+def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise MesetaError(f"override {override!r} must look like train.batch_size=4096")
     *parents, last = key.split(".")
     try:
-        _section_at(document, parents)[last] = parse_yaml(value)
-    except _NoSectionError as error:
-        raise MesetaError(f"override {shown(override)}: {error.name!r} holds a value, not a section") from None
+        _get_or_make_section(document, parents)[last] = parse_yaml(value)
+    except _NotASectionError as error:
+        raise MesetaError(f"override {format_value(override)}: {error.name!r} holds a value, not a section") from None
     except MesetaError:
-        raise MesetaError(f"override {shown(override)}: {shown(value)} is not a YAML value") from None
+        raise MesetaError(f"override {format_value(override)}: {format_value(value)} is not a YAML value") from None
 
 
-class _NoSectionError(Exception):
+class _NotASectionError(Exception):
     """`name` holds a value where a section is wanted."""
 
     def __init__(self, name: str) -> None:
@@ -106,15 +106,15 @@ class _NoSectionError(Exception):
         self.name = name
 
 
-def _section_at(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The section below `names`, made where there is none; raises _NoSectionError."""
+def _get_or_make_section(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The section below `names`, made where there is none; raises _NotASectionError."""
     section: Any = document
     for name in names:
         if section.get(name) is None:
             section[name] = {}
         section = section[name]
         if not isinstance(section, dict):
-            raise _NoSectionError(name)
+            raise _NotASectionError(name)
     return section
 
 
@@ -128,13 +128,13 @@ def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> 
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        if _asks_for_clipping(location[-1]):
+        if _is_clipping_key(location[-1]):
             if location[0] == "dense":
                 return f"unknown key {key!r}; set dense.clip_norm (of all gradients together) or dense.clip_value"
             if location[-2:-1] != ["optimizer"]:
-                return f"unknown key {key!r}; {WAYS_TO_CLIP}"
-        known = _keys_beside(error["loc"][:-1], form, document)
-        return f"unknown key {key!r}; {nearest(location[-1], known)}"
+                return f"unknown key {key!r}; {CLIPPING_HINT}"
+        known = _valid_keys(error["loc"][:-1], form, document)
+        return f"unknown key {key!r}; {suggest(location[-1], known)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if not location:  # about several sections
@@ -149,17 +149,17 @@ def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> 
     return f"key {key!r}: {message}, got {error['input']!r}"
 
 
-WAYS_TO_CLIP = (
+CLIPPING_HINT = (
     "set train.clip_norm (one norm of layers and tables, in one process); or embedding.optimizer.clip_norm (of a row) "
     "or clip_value (of an element), and dense.clip_norm or dense.clip_value for all that is not a table"
 )
 
 
-def _asks_for_clipping(key: str) -> bool:
+def _is_clipping_key(key: str) -> bool:
     return "clip" in key or "max_norm" in key or "grad_norm" in key or "gradient_norm" in key
 
 
-def _keys_beside(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
+def _valid_keys(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
     """Valid keys of the section at `parents` of a document, from its outermost `section` on."""
     is_free_name = False
     for name in parents:
@@ -170,7 +170,7 @@ def _keys_beside(parents: Sequence[str | int], section: type[BaseModel], documen
         is_free_name = get_origin(annotation) is dict
         section = next(c for c in [annotation, *get_args(annotation)] if _is_section(c))
         if section is ModelConfig:
-            section = section_class(value_at(document, "model.name") or DEFAULT_NAME)
+            section = section_class(get_value(document, "model.name") or DEFAULT_MODEL)
     return list(section.model_fields)
 
 

@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.spec.documents import load_document, read_record, without_format, write_yaml
+from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
 
-FORMAT = "meseta.bits/1"
+BITS_FORMAT = "meseta.bits/1"
 RowBits = Literal[8, 4, 3, 2]
 """Widths of the codes of quantised rows."""
-Bits = Literal["exact", "auto", 8, 4, 3, 2]
+BitsSetting = Literal["exact", "auto", 8, 4, 3, 2]
 """What a config asks for."""
-WIDTHS: tuple[RowBits, ...] = get_args(RowBits)
+ROW_BIT_WIDTHS: tuple[RowBits, ...] = get_args(RowBits)
 """From the widest down."""
-MOST_RESTORES: Mapping[RowBits, int] = {2: 1, 3: 3, 4: 20}
+MAX_RESTORES: Mapping[RowBits, int] = {2: 1, 3: 3, 4: 20}
 """Restores that a run of each width may see, from the narrowest up; 8 bits stand any number."""
 
 
-def bits_for(restores: int) -> RowBits:
+def min_bits_for_restores(restores: int) -> RowBits:
     """The fewest bits that stand so many restores."""
-    return next((bits for bits, most in MOST_RESTORES.items() if restores <= most), 8)
+    return next((bits for bits, most in MAX_RESTORES.items() if restores <= most), 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class BitsFile:
 
     def write(self, path: Path) -> None:
         """Raises MesetaError where it cannot be written."""
-        write_yaml(path, {"format": FORMAT, **asdict(self)})
+        write_yaml(path, {"format": BITS_FORMAT, **asdict(self)})
 
     @staticmethod
     def load(path: str | Path) -> BitsFile:
         """Raises MesetaError, naming the file, for one that is none."""
 
         def parse(document: dict[Any, Any]) -> BitsFile:
-            return read_record("bits", BitsFile, without_format("bits", document, FORMAT, required=True))
+            return parse_dataclass("bits", BitsFile, strip_format("bits", document, BITS_FORMAT, required=True))
 
         return load_document("bits", path, parse)

@@ -10,14 +10,24 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from meseta.config.embedding import EmbeddingConfig
 from meseta.config.models import ModelConfig
-from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
+from meseta.config.row_bits import BitsFile, BitsSetting, RowBits, min_bits_for_restores
 from meseta.config.schedule import ScheduleConfig
-from meseta.config.section import Count, LocalPath, Parts, Samples, Section, Url, UsedBy, Whole, used_by
-from meseta.errors import shown
-from meseta.machine.remote import Location, check_encryption, checked_url, is_url, locate
+from meseta.config.section import (
+    BatchSize,
+    LocalPath,
+    MicroBatchCount,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    Url,
+    UsedBy,
+    used_by,
+)
+from meseta.errors import format_value
+from meseta.machine.remote import Location, check_encryption, is_url, to_location, validate_address
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import InitSpec, MesetaError
-from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
+from meseta.spec.codecs import CodecName, Communication, CrossHostAlgorithm, ExchangeAlgorithm, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import InitKind, TableDtype
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
@@ -35,14 +45,14 @@ class ServiceConfig(Section):
 
     @field_validator("url")
     @classmethod
-    def _is_address(cls, value: str | None) -> str | None:
+    def _check_url(cls, value: str | None) -> str | None:
         try:
-            return None if value is None else checked_url(value)
+            return None if value is None else validate_address(value)
         except MesetaError as error:
             raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
-    def _is_encrypted_by_keys(self) -> ServiceConfig:
+    def _check_encryption(self) -> ServiceConfig:
         if self.url is not None:
             try:
                 check_encryption(self.url, has_keys=self.keys is not None)
@@ -58,9 +68,9 @@ class DataConfig(Section):
     """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
     shuffle: bool = True
     """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
-    shuffle_window_rows: Count = 262_144
+    shuffle_window_rows: PositiveInt = 262_144
     """Rows held in memory and permuted together."""
-    prefetch_batches: Whole = 4
+    prefetch_batches: NonNegativeInt = 4
     """Batches made ahead by a background thread; 0 reads in the training loop."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
     """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
@@ -75,13 +85,13 @@ class DataConfig(Section):
 
     @field_validator("dir", mode="before")
     @classmethod
-    def _is_local(cls, value: Any) -> Any:
+    def _check_dir(cls, value: Any) -> Any:
         if isinstance(value, str) and "://" in value:
             raise ValueError(f"it must be a folder on this machine, got {value!r}; copy the dataset there first")
         return value
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> DataConfig:
+    def _check_source(self) -> DataConfig:
         url = self.service.url
         if self.dir is None and url is None:
             raise ValueError(
@@ -167,11 +177,11 @@ class DenseConfig(Section):
 
 
 class MetricsConfig(Section):
-    ndcg_k: Count | None = None
+    ndcg_k: PositiveInt | None = None
     """Ranks that NDCG looks at, where the data have groups; None: all."""
     segments: tuple[str, ...] = ()
     """Sparse features with one id per sample: evaluations measure the samples of each of their values apart."""
-    max_segments: Count = 10
+    max_segments: PositiveInt = 10
     """Values of each of `segments` that are listed, those with most samples; the others are measured together."""
 
 
@@ -181,38 +191,38 @@ class EarlyStoppingConfig(Section):
     and 'ndcg' need data with groups."""
     task: str | None = None
     """Label whose figure it is, where the data have several; None: the first."""
-    patience: Count | None = None
+    patience: PositiveInt | None = None
     """Stop after this many evaluations in a row that are no better; None: train to the end."""
     min_delta: float = Field(default=0.0, ge=0)
     """An evaluation is better if it gains more than this."""
 
 
 class TrainConfig(Section):
-    batch_size: Samples = 2048
+    batch_size: BatchSize = 2048
     """Samples of a global batch, over all ranks."""
     clip_norm: float | None = Field(default=None, gt=0)
     """The gradients of layers and tables together, each row's summed over the batch, are scaled to this norm where
     theirs is larger, as torch's clip_grad_norm_ does; in one process, and not beside dense.clip_norm. Limits of the row
     optimizers come after it. None: no limit."""
-    accumulate_steps: Parts = 1
+    accumulate_steps: MicroBatchCount = 1
     """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
-    epochs: Count = 1
+    epochs: PositiveInt = 1
     """Passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
-    max_steps: Count | None = None
+    max_steps: PositiveInt | None = None
     """Stop after this many steps; None: after `epochs`."""
-    log_every_steps: Count = 50
+    log_every_steps: PositiveInt = 50
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
-    eval_every_steps: Count | None = None
+    eval_every_steps: PositiveInt | None = None
     """Steps between evaluations, of the split valid where the data have one, else of test; None: see
     eval_every_epochs."""
     eval_every_epochs: float | None = Field(default=None, gt=0)
     """The same in epochs, whole or a part such as 0.5; not beside eval_every_steps. Neither: only at the end."""
-    eval_batch_size: Samples = 8192
+    eval_batch_size: BatchSize = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """What the best evaluation is, and when to stop; needs eval_every_steps or eval_every_epochs."""
@@ -221,7 +231,7 @@ class TrainConfig(Section):
     or those of the best evaluation by early_stopping, whose checkpoint is then kept as by checkpoint.keep_best."""
 
     @property
-    def evaluates_on_the_way(self) -> bool:
+    def evaluates_during_training(self) -> bool:
         """Whether there are evaluations before the end."""
         return self.eval_every_steps is not None or self.eval_every_epochs is not None
 
@@ -230,14 +240,14 @@ class TrainConfig(Section):
         if self.eval_every_steps is not None and self.eval_every_epochs is not None:
             raise ValueError("eval_every_steps and eval_every_epochs say the same in two ways; leave one out")
         if self.early_stopping.patience is not None:
-            self.need_evaluations("early_stopping.patience")
+            self.require_evaluations("early_stopping.patience")
         if self.finish == "best":
-            self.need_evaluations("finish 'best'")
+            self.require_evaluations("finish 'best'")
         return self
 
-    def need_evaluations(self, what: str) -> None:
+    def require_evaluations(self, what: str) -> None:
         """Raise ValueError where there are none on the way, which `what` needs."""
-        if not self.evaluates_on_the_way:
+        if not self.evaluates_during_training:
             raise ValueError(
                 f"{what} needs evaluations on the way; set train.eval_every_steps or train.eval_every_epochs"
             )
@@ -246,12 +256,12 @@ class TrainConfig(Section):
 class TableCheckpointConfig(Section):
     """What one table has of its own in checkpoints."""
 
-    bits: Bits
+    bits: BitsSetting
     """As `checkpoint.bits`."""
 
 
 class CheckpointConfig(Section):
-    every_steps: Count | None = None
+    every_steps: PositiveInt | None = None
     """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
@@ -271,18 +281,18 @@ class CheckpointConfig(Section):
     max_bytes_per_s: float | None = Field(default=None, gt=0)
     """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
     limit. It holds for every save but that of a signal, whose sender waits."""
-    bits: Bits = "exact"
+    bits: BitsSetting = "exact"
     """Bits that a checkpoint keeps of each value of a row, see docs/checkpoints.md; those that end a run are exact.
     'auto' takes the fewest that stand `expected_restores`."""
     tables: dict[str, TableCheckpointConfig] = Field(default={})
     """Per-table settings, by the name of the feature; or a file with them, as `meseta checkpoint advise` writes it."""
-    expected_restores: Whole = 20
+    expected_restores: NonNegativeInt = 20
     """Times that bits 'auto' expects this run to be taken up from a checkpoint; where they become more, later
     checkpoints are wider."""
     on_signal: Literal["exact", "delta"] = "exact"
     """What a signal saves where rows have fewer bits: a whole exact checkpoint, or, in less time, one as those
     before."""
-    keep_last: Count = 2
+    keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
@@ -309,7 +319,7 @@ class CheckpointConfig(Section):
 
     @field_validator("tables", mode="before")
     @classmethod
-    def _read_file(cls, tables: object) -> object:
+    def _load_tables_file(cls, tables: object) -> object:
         if not isinstance(tables, str | Path):
             return tables
         try:
@@ -317,11 +327,11 @@ class CheckpointConfig(Section):
         except MesetaError as error:
             raise ValueError(str(error)) from None
 
-    def bits_of(self, table: str, restores: int) -> RowBits | None:
+    def table_bits(self, table: str, restores: int) -> RowBits | None:
         """Of a run that was taken up so many times; None: its rows stay exact."""
         bits = self.tables[table].bits if table in self.tables else self.bits
         if bits == "auto":
-            return bits_for(max(self.expected_restores, restores))
+            return min_bits_for_restores(max(self.expected_restores, restores))
         return None if bits == "exact" else bits
 
 
@@ -344,8 +354,8 @@ class CommConfig(Section):
     forward: CodecName | None = None
     backward: CodecName | None = None
     dense: CodecName | None = None
-    exchange: Literal["auto", Exchange] = "auto"
-    dense_exchange: Literal["auto", DensePath] = "auto"
+    exchange: Literal["auto", ExchangeAlgorithm] = "auto"
+    dense_exchange: Literal["auto", CrossHostAlgorithm] = "auto"
     silent_s: float = TimeLimits.silent_s
     """Seconds without a sign of life of a rank, which comes each second, after which the run is ended and the rank
     named: it is stopped, swapping, or held up by a disk."""
@@ -397,7 +407,7 @@ class PipelineConfig(Section):
 class StorageConfig(Section):
     dir: LocalPath | None = None
     """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: none lies there."""
-    near_bytes: Literal["auto"] | Count = "auto"
+    near_bytes: Literal["auto"] | PositiveInt = "auto"
     """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
     which the plan has no near_rows, by what the next row saves. 'auto': the least with which a step is predicted to
     take no more than 3 % longer than with all that there is."""
@@ -414,7 +424,7 @@ class StorageConfig(Section):
         """The same for `meseta.shard`."""
         return StorageOptions(
             dir=self.dir,
-            near_bytes=None if self.near_bytes == "auto" else self.near_bytes,
+            cache_bytes=None if self.near_bytes == "auto" else self.near_bytes,
             lookahead=None if self.lookahead == "auto" else self.lookahead,
             engine=self.engine,
             max_reads_per_s=self.max_reads_per_s,
@@ -424,7 +434,7 @@ class StorageConfig(Section):
 class RunConfig(Section):
     run_dir: LocalPath
     """Where everything of this run goes."""
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     """Order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """'auto' takes GPUs where each rank of the host can have one."""
@@ -462,9 +472,9 @@ class RunConfig(Section):
     """What of that is hidden behind computation."""
 
     @property
-    def checkpoints(self) -> Location:
+    def checkpoint_location(self) -> Location:
         """Where checkpoints lie."""
-        return self.run_dir / "checkpoints" if self.checkpoint.dir is None else locate(self.checkpoint.dir)
+        return self.run_dir / "checkpoints" if self.checkpoint.dir is None else to_location(self.checkpoint.dir)
 
     @property
     def embedding_schedule(self) -> ScheduleConfig:
@@ -484,7 +494,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
-            self.train.need_evaluations("schedule.kind 'plateau'")
+            self.train.require_evaluations("schedule.kind 'plateau'")
         if self.train.clip_norm is not None and self.dense.clip_norm is not None:
             raise ValueError("train.clip_norm and dense.clip_norm: the norm of one holds the gradients of the other; "
                              "leave one out")  # fmt: skip
@@ -498,5 +508,5 @@ class RunConfig(Section):
                              "checkpoint.bits to 'exact', or embedding.dtype to 'float32'")  # fmt: skip
         for pattern, init in self.dense.init.items():
             dtype: TableDtype = "float64" if self.embedding.dtype == "float64" else "float32"
-            InitSpec(kind=init.kind, scale=init.scale).check_range(f"dense.init {shown(pattern)}", dtype)
+            InitSpec(kind=init.kind, scale=init.scale).check_range(f"dense.init {format_value(pattern)}", dtype)
         return self

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from meseta.config.section import Count, Section, UsedBy, Whole
+from meseta.config.section import NonNegativeInt, PositiveInt, Section, UsedBy
 
 
 class ScheduleConfig(Section):
@@ -15,12 +15,12 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "polynomial", "cosine", "step", "plateau"] = "constant"
     """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, 'step': a fall by
     `step_factor` every `step_every` steps, or 'plateau': a fall by `step_factor` where evaluations gain no more."""
-    warmup_steps: Whole = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the factor rises linearly to 1."""
-    decay_start_step: Whole = 0
+    decay_start_step: NonNegativeInt = 0
     """Step, counted from 0, at which the decay begins, but not before the end of the warm-up; plateau: evaluations
     before it do not count."""
-    decay_steps: Whole = 0
+    decay_steps: NonNegativeInt = 0
     """Length of the decay in steps; 0: until the end of training."""
     power: Annotated[float, UsedBy("polynomial")] = Field(default=2.0, gt=0)
     """Exponent of the decay."""
@@ -28,9 +28,9 @@ class ScheduleConfig(Section):
     """Factor at and after the end of the decay; under 'step' and 'plateau', the least factor."""
     step_factor: Annotated[float, UsedBy("step", "plateau")] = Field(default=0.1, gt=0, lt=1)
     """What the factor is multiplied by at each fall."""
-    step_every: Annotated[Count | None, UsedBy("step")] = None
+    step_every: Annotated[PositiveInt | None, UsedBy("step")] = None
     """Steps between falls, counted from the start of the decay."""
-    plateau_patience: Annotated[Count, UsedBy("plateau")] = 2
+    plateau_patience: Annotated[PositiveInt, UsedBy("plateau")] = 2
     """Evaluations in a row without gain, by the metric and min_delta of train.early_stopping, that make the factor
     fall; counted anew after a fall."""
 

@@ -8,35 +8,35 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from meseta.errors import shown
-from meseta.machine.files import has_controls
-from meseta.spec.tables import LARGEST_VALUE
+from meseta.errors import format_value
+from meseta.machine.files import has_control_characters
+from meseta.spec.tables import MAX_VALUE
 
 Name = TypeVar("Name", str, Path)
 
 
-def _without_controls(value: Name) -> Name:
-    if has_controls(str(value)):
-        raise ValueError(f"it must have no control characters, got {shown(str(value))}")
+def _reject_control_characters(value: Name) -> Name:
+    if has_control_characters(str(value)):
+        raise ValueError(f"it must have no control characters, got {format_value(str(value))}")
     return value
 
 
-LocalPath = Annotated[Path, AfterValidator(_without_controls)]
+LocalPath = Annotated[Path, AfterValidator(_reject_control_characters)]
 """Path of a file or folder."""
-Url = Annotated[str, AfterValidator(_without_controls)]
+Url = Annotated[str, AfterValidator(_reject_control_characters)]
 """URL of a folder."""
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Outputs of one layer, up to a million."""
 Depth = Annotated[int, Field(ge=1, le=1024)]
 """Layers, or parts beside each other."""
-Samples = Annotated[int, Field(ge=1, lt=2**31)]
+BatchSize = Annotated[int, Field(ge=1, lt=2**31)]
 """Samples of a batch: tensors with a row for each have sizes that fit into 63 bits."""
-Parts = Annotated[int, Field(ge=1, le=2**16)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=2**16)]
 """Parts of a step, each of which takes time even if it has no sample."""
-Count = Annotated[int, Field(ge=1, lt=2**63)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**63)]
 """Rows, steps and the like, which are only counted and compared."""
-Whole = Annotated[int, Field(ge=0, lt=2**63)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 """0, 1, 2 and so on."""
 
 
@@ -64,8 +64,8 @@ class Section(BaseModel):
     @classmethod
     def _fits_float32(cls, value: Any) -> Any:
         """Optimizers and losses take numbers as float32."""
-        if isinstance(value, float) and abs(value) > LARGEST_VALUE["float32"]:
-            raise ValueError(f"it must be at most {LARGEST_VALUE['float32']:.5g}, got {value}")
+        if isinstance(value, float) and abs(value) > MAX_VALUE["float32"]:
+            raise ValueError(f"it must be at most {MAX_VALUE['float32']:.5g}, got {value}")
         return value
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meseta.data.read.options import ReaderOptions
     from meseta.data.read.reader import Reader
 
-_HOME = {
+_LAZY_IMPORTS = {
     "Batch": "meseta.data.batch",
     "Dataset": "meseta.data.dataset.dataset",
     "PrepareOptions": "meseta.data.prepare.options",
@@ -25,6 +25,8 @@ __all__ = ["Batch", "Dataset", "PrepareOptions", "Reader", "ReaderOptions"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'meseta.data' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name not in _LAZY_IMPORTS:
+        raise AttributeError(
+            f"module 'meseta.data' has no attribute {name!r}; it has {', '.join(sorted(_LAZY_IMPORTS))}"
+        )
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)

@@ -41,7 +41,7 @@ class Batch:
         return self.label.shape[0]
 
     @property
-    def known_labels(self) -> Bool[Tensor, "B T"] | None:
+    def label_mask_2d(self) -> Bool[Tensor, "B T"] | None:
         """`label_mask` with a column for each task; None if all labels are known."""
         mask = self.label_mask
         return mask[:, None] if mask is not None and mask.dim() == 1 else mask
@@ -61,7 +61,7 @@ class Batch:
         )
         return tuple(tensor for tensor in all_of_it if tensor is not None)
 
-    def find_not_finite(self) -> tuple[int, int, float] | None:
+    def find_non_finite(self) -> tuple[int, int, float] | None:
         """Sample, column and value of the first dense input that is no finite number; None where all are."""
         places = torch.nonzero(~self.dense.isfinite()).tolist()
         return None if not places else (*places[0], float(self.dense[tuple(places[0])]))
@@ -73,7 +73,7 @@ class Batch:
         return replace(
             self,
             dense=next(others),
-            sparse=sparse.copied(next(others), next(others), None if sparse.weights is None else next(others)),
+            sparse=sparse.with_tensors(next(others), next(others), None if sparse.weights is None else next(others)),
             label=next(others),
             weight=None if self.weight is None else next(others),
             group=None if self.group is None else next(others),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-MAX_DELIMITER = 8
+MAX_DELIMITER_LENGTH = 8
 """Most characters of a delimiter."""
 
 
-def delimiter_problem(delimiter: str) -> str | None:
+def invalid_delimiter_reason(delimiter: str) -> str | None:
     """Return the rule that a delimiter breaks, or `None`."""
     is_text = not any("\ud800" <= sign <= "\udfff" for sign in delimiter)
-    if 0 < len(delimiter) <= MAX_DELIMITER and not set(delimiter) & set('"\r\n') and is_text:
+    if 0 < len(delimiter) <= MAX_DELIMITER_LENGTH and not set(delimiter) & set('"\r\n') and is_text:
         return None
-    return f"must be 1 to {MAX_DELIMITER} characters, and no quote or line end among them"
+    return f"must be 1 to {MAX_DELIMITER_LENGTH} characters, and no quote or line end among them"

@@ -55,12 +55,12 @@ class SparseColumn:
     """Whether no sample has a value: see NO_CATEGORY."""
 
     @property
-    def has_rows(self) -> bool:
+    def has_row_ids(self) -> bool:
         """Whether its values are rows of its table already, and neither hashed nor looked up."""
         return self.is_empty or self.buckets is not None
 
     @property
-    def raw(self) -> str:
+    def raw_column(self) -> str:
         """The raw column of a feature that is neither cut into buckets nor a cross."""
         return self.column or self.name
 
@@ -69,7 +69,7 @@ class SparseColumn:
         """The raw columns that it is made of, apart from that of the weights."""
         if self.is_empty:
             return ()
-        return (self.buckets.column,) if self.buckets else self.cross or (self.raw,)
+        return (self.buckets.column,) if self.buckets else self.cross or (self.raw_column,)
 
     @property
     def made_of(self) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class RawLayout:
     """Group of each sample, such as a user or a request; it may be a feature too."""
     time: str | None = None
     """When it happened."""
-    surveyed: tuple[str, ...] = ()
+    surveyed_columns: tuple[str, ...] = ()
     """Columns of which the numbers themselves are wanted, before anything is known of them."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are not read."""
@@ -123,12 +123,12 @@ class RawLayout:
     """Columns that folders such as `date=2026-01-31` make."""
 
     @property
-    def plain_labels(self) -> list[str]:
+    def labels_without_rule(self) -> list[str]:
         """The labels that are raw columns of labels."""
         return [name for name in self.labels if self.label_rule(name) is None]
 
     @property
-    def raw_labels(self) -> list[str]:
+    def raw_label_columns(self) -> list[str]:
         """The raw columns that labels are made from, once."""
         rules = {name: self.label_rule(name) for name in self.labels}
         return list(dict.fromkeys(name if rule is None else rule.column for name, rule in rules.items()))
@@ -136,29 +136,29 @@ class RawLayout:
     @property
     def columns(self) -> list[str]:
         """Every raw column that is read, once."""
-        samples = [name for name in (*self.raw_labels, self.weight, self.group, self.time) if name is not None]
-        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed]))
+        samples = [name for name in (*self.raw_label_columns, self.weight, self.group, self.time) if name is not None]
+        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed_columns]))
 
     @property
-    def numbers(self) -> list[str]:
+    def numeric_columns(self) -> list[str]:
         """The raw columns that are read as numbers."""
         buckets = [column.buckets.column for column in self.sparse if column.buckets]
         weight = [] if self.weight is None else [self.weight]
-        return list(dict.fromkeys([*self.raw_labels, *weight, *self.dense, *buckets, *self.surveyed]))
+        return list(dict.fromkeys([*self.raw_label_columns, *weight, *self.dense, *buckets, *self.surveyed_columns]))
 
     @property
-    def texts(self) -> list[str]:
+    def text_columns(self) -> list[str]:
         """The raw columns that are read as text, some of them as numbers too."""
-        parts = [name for column in self.values for name in column.columns if self.buckets_of(name) is None]
+        parts = [name for column in self.encoded_features for name in column.columns if self.get_buckets(name) is None]
         return [name for name in (self.group, self.time, *parts) if name is not None]
 
     @property
-    def values(self) -> list[SparseColumn]:
+    def encoded_features(self) -> list[SparseColumn]:
         """The sparse features whose values are hashed or looked up."""
-        return [column for column in self.sparse if not column.has_rows]
+        return [column for column in self.sparse if not column.has_row_ids]
 
     @property
-    def features(self) -> list[str]:
+    def feature_names(self) -> list[str]:
         """Names of the features, the dense ones first."""
         return [*self.dense, *(column.name for column in self.sparse if not column.is_empty)]
 
@@ -177,7 +177,7 @@ class RawLayout:
     @property
     def group_column(self) -> str | None:
         """Column of the group in the dataset, beside a feature of the same name."""
-        return f"{self.group}.group" if self.group in self.features else self.group
+        return f"{self.group}.group" if self.group in self.feature_names else self.group
 
     @property
     def sample_columns(self) -> list[str]:
@@ -188,7 +188,7 @@ class RawLayout:
         """Return how a label is made; None if it is a raw column of labels."""
         return next((rule for rule in self.label_rules if rule.name == name), None)
 
-    def buckets_of(self, column: str) -> BucketRule | None:
+    def get_buckets(self, column: str) -> BucketRule | None:
         """How a raw column is cut, if it is."""
         return self._buckets.get(column)
 

@@ -12,14 +12,14 @@ from functools import cached_property
 from pydantic import ConfigDict
 
 _SPACES = (" ", "\t", "\u00a0", "\u202f")
-_MAX_CHARACTERS = 100
-_ALMOST_ALL = 0.95
-_MOST = 0.8
-_FIRST_VALUES, _HINT_VALUES = 20, 500
+_MAX_NUMBER_LENGTH = 100
+_MIN_PARSED_SHARE = 0.95
+_MIN_CANDIDATE_SHARE = 0.8
+_NUM_FIRST_VALUES, _MAX_HINT_VALUES = 20, 500
 """Distinct values that are looked at before and while formats of numbers are tried."""
-_DECIMALS = (".", ",")
-_THOUSANDS = ("", ".", ",", "'", "\u2019", " ", "\u00a0", "\u202f")
-_SIGNS = {*_DECIMALS, *_THOUSANDS, *"+-eE"}
+_DECIMAL_SIGNS = (".", ",")
+_THOUSANDS_SEPARATORS = ("", ".", ",", "'", "\u2019", " ", "\u00a0", "\u202f")
+_NUMBER_CHARACTERS = {*_DECIMAL_SIGNS, *_THOUSANDS_SEPARATORS, *"+-eE"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class NumberFormat:
                 raise ValueError(f"'strip': {self.strip!r} has {sign!r}, which is a part of numbers; leave it out")
 
     @property
-    def keys(self) -> list[str]:
+    def schema_lines(self) -> list[str]:
         """Lines of a schema file that ask for this format."""
         usual = asdict(NumberFormat())
         return [
@@ -60,7 +60,7 @@ class NumberFormat:
     def is_number(self, text: str) -> bool:
         """Whether a text is a number in this format."""
         # Python's re needs quadratic time for many spaces.
-        return len(text) <= _MAX_CHARACTERS and self._compiled.fullmatch(text) is not None
+        return len(text) <= _MAX_NUMBER_LENGTH and self._compiled.fullmatch(text) is not None
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
@@ -85,32 +85,32 @@ def format_hint(values: Sequence[str]) -> str | None:
     `values` are not missing. `None` also if no key makes more of them numbers.
     """
     distinct = list(dict.fromkeys(values))
-    chosen = distinct[:: -(-len(distinct) // _HINT_VALUES)]
-    first = chosen[:_FIRST_VALUES]
-    if sum(map(_may_be_number, first)) < _MOST * len(first):
+    chosen = distinct[:: -(-len(distinct) // _MAX_HINT_VALUES)]
+    first = chosen[:_NUM_FIRST_VALUES]
+    if sum(map(_looks_numeric, first)) < _MIN_CANDIDATE_SHARE * len(first):
         return None
     signs = {sign for value in chosen for sign in value}
-    strip = "".join(sorted(filter(_is_stripped, signs)))
+    strip = "".join(sorted(filter(_is_strippable, signs)))
     formats = [
         NumberFormat(decimal=decimal, thousands=thousands, strip=strip)
-        for thousands in _THOUSANDS
-        for decimal in _DECIMALS
+        for thousands in _THOUSANDS_SEPARATORS
+        for decimal in _DECIMAL_SIGNS
         if decimal != thousands and signs.issuperset(thousands)
     ]
     counts = {one: sum(map(one.is_number, chosen)) for one in formats}
     most = max(counts.values())
-    if most < _ALMOST_ALL * len(chosen) or most <= sum(map(NumberFormat().is_number, chosen)):
+    if most < _MIN_PARSED_SHARE * len(chosen) or most <= sum(map(NumberFormat().is_number, chosen)):
         return None
     best = [one for one in formats if counts[one] == most]
-    fewest = min(len(one.keys) for one in best)
-    return " or ".join(", ".join(one.keys) for one in best if len(one.keys) == fewest)
+    fewest = min(len(one.schema_lines) for one in best)
+    return " or ".join(", ".join(one.schema_lines) for one in best if len(one.schema_lines) == fewest)
 
 
-def _is_stripped(sign: str) -> bool:
+def _is_strippable(sign: str) -> bool:
     return sign in "%‰" or unicodedata.category(sign) == "Sc"
 
 
-def _may_be_number(value: str) -> bool:
+def _looks_numeric(value: str) -> bool:
     """Whether it has digits, and besides them nothing but signs that numbers have."""
     rest = [sign for sign in value if not sign.isdigit()]
-    return len(rest) < len(value) and all(sign in _SIGNS or _is_stripped(sign) for sign in rest)
+    return len(rest) < len(value) and all(sign in _NUMBER_CHARACTERS or _is_strippable(sign) for sign in rest)

@@ -37,18 +37,18 @@ class RawRows:
     """Keys [n]."""
     time: NDArray[np.float64] | None = None
     """Seconds since 1970-01-01 UTC [n]; NaN where it is missing."""
-    numbers: list[NDArray[np.float64]] = field(default_factory=list)
+    surveyed_values: list[NDArray[np.float64]] = field(default_factory=list)
     """[n] per column that is surveyed, missing as NaN."""
-    num_not_finite: tuple[int, ...] = ()
+    num_non_finite: tuple[int, ...] = ()
     """Of each dense feature, values that are inf or nan and count as missing; empty: none of any."""
 
     @property
-    def is_unlabelled(self) -> NDArray[np.bool_]:
+    def unlabeled_mask(self) -> NDArray[np.bool_]:
         """Samples [n] that have none of the labels, of which there is at least one."""
         return np.all([np.isnan(label) for label in self.labels], axis=0)
 
 
-def log1p(values: NDArray[np.generic], *, signed: bool = False) -> NDArray[np.float32]:
+def log_transform(values: NDArray[np.generic], *, signed: bool = False) -> NDArray[np.float32]:
     """Logarithms of 1 + x, of negative values 0, or where `signed` that of 1 - x with a minus; NaN (missing) gives 0.
 
     In float64, so that the float32 result hardly depends on the machine's vector library.
@@ -56,16 +56,16 @@ def log1p(values: NDArray[np.generic], *, signed: bool = False) -> NDArray[np.fl
     numbers = values.astype(np.float64, copy=False)
     if not signed:
         return np.log1p(np.fmax(numbers, 0.0)).astype(np.float32)
-    return signed_log(np.nan_to_num(numbers)).astype(np.float32)
+    return signed_log1p(np.nan_to_num(numbers)).astype(np.float32)
 
 
-def signed_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def signed_log1p(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """sign(x) * log1p(|x|)."""
     return np.copysign(np.log1p(np.abs(values)), values)
 
 
-def signed_exp(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The inverse of `signed_log`."""
+def signed_expm1(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse of `signed_log1p`."""
     return np.copysign(np.expm1(np.abs(logs)), logs)
 
 
@@ -73,7 +73,7 @@ LABEL_RULE = "a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
 """What a value must be to be a label."""
 
 
-def row_of_value(place: int, lengths: NDArray[np.int64] | None) -> int:
+def find_value_row(place: int, lengths: NDArray[np.int64] | None) -> int:
     """Return the row of a value: `place` counts values, of which the rows have `lengths` [n], or one each if None."""
     return place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def in_order(pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], Result]], num_ahead: int) -> Iterator[Result]:
+def run_in_order(pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], Result]], num_ahead: int) -> Iterator[Result]:
     """Results of `jobs` in their order, at most `num_ahead` of them begun and not yet taken."""
     running: deque[Future[Result]] = deque()
     for job in jobs:

@@ -2,6 +2,6 @@
 
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
-from meseta.embedding.wrap import resolve_plan, shard
+from meseta.embedding.sharding import resolve_plan, shard
 
 __all__ = ["EmbeddingBagCollection", "ShardedEmbeddingBagCollection", "resolve_plan", "shard"]

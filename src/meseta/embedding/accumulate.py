@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meseta.embedding.exchange import OwnedIds
+from meseta.embedding.input_dist import OwnedIds
 from meseta.jagged import KeyedJaggedTensor
-from meseta.ops.jagged import lengths_to_offsets, permute_pieces
+from meseta.ops.jagged import lengths_to_offsets, permute_segments
 from meseta.ops.row_update import Bags
 
 
@@ -26,13 +26,13 @@ class GradientSegment:
 
     ids: OwnedIds
     """By route (in one process: by feature), each ordered by (rank, sample, position)."""
-    batch_sizes: tuple[int, ...]
+    batch_size_per_rank: tuple[int, ...]
     """Samples from each rank."""
     counts: tuple[tuple[int, ...], ...]
     """counts[r][k]: ids from rank r for route k."""
     gradients: tuple[Tensor, ...]
     """[B, columns] of one matrix or more of bags, and [ids, D] of each route of `unpooled`."""
-    unpooled: tuple[int, ...]
+    unpooled_routes: tuple[int, ...]
     """Routes whose gradients are per id."""
 
 
@@ -42,21 +42,21 @@ def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled:
     bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
     return GradientSegment(
         ids=OwnedIds(bags=bags, lengths=ids.lengths, sizes=sizes),
-        batch_sizes=(ids.batch_size,),
+        batch_size_per_rank=(ids.batch_size,),
         counts=(sizes,),
         gradients=tuple(gradients),
-        unpooled=tuple(unpooled),
+        unpooled_routes=tuple(unpooled),
     )
 
 
-def join(segments: Sequence[GradientSegment]) -> GradientSegment:
+def merge_micro_batches(segments: Sequence[GradientSegment]) -> GradientSegment:
     """One segment, its samples ordered by (rank, micro-batch, sample).
 
     A rank's micro-batches are consecutive parts of its slice, so this is the order of the whole batch.
     """
     if len(segments) == 1:
         return segments[0]
-    ranks, routes = range(len(segments[0].batch_sizes)), range(len(segments[0].ids.sizes))
+    ranks, routes = range(len(segments[0].batch_size_per_rank)), range(len(segments[0].ids.sizes))
     # Pieces lie by (micro-batch, route, rank).
     at = [
         (i * len(routes) + route) * len(ranks) + rank
@@ -65,29 +65,29 @@ def join(segments: Sequence[GradientSegment]) -> GradientSegment:
         for i in range(len(segments))
     ]
     num_ids = [s.counts[rank][route] for s in segments for route in routes for rank in ranks]
-    num_bags = [s.batch_sizes[rank] for s in segments for _ in routes for rank in ranks]
-    ids = permute_pieces(torch.cat([s.ids.bags.ids for s in segments]), num_ids, at)
-    lengths = permute_pieces(torch.cat([s.ids.lengths for s in segments]), num_bags, at)
+    num_bags = [s.batch_size_per_rank[rank] for s in segments for _ in routes for rank in ranks]
+    ids = permute_segments(torch.cat([s.ids.bags.ids for s in segments]), num_ids, at)
+    lengths = permute_segments(torch.cat([s.ids.lengths for s in segments]), num_bags, at)
     given = [s.ids.bags.weights for s in segments]
     weights = (
-        permute_pieces(torch.cat([w for w in given if w is not None]), num_ids, at) if given[0] is not None else None
+        permute_segments(torch.cat([w for w in given if w is not None]), num_ids, at) if given[0] is not None else None
     )
-    num_bag_matrices = len(segments[0].gradients) - len(segments[0].unpooled)
-    sizes_of: list[list[tuple[int, ...]]] = [[s.batch_sizes for s in segments]] * num_bag_matrices
-    sizes_of += [[tuple(n[route] for n in s.counts) for s in segments] for route in segments[0].unpooled]
-    gradients = [_by_rank([s.gradients[m] for s in segments], own) for m, own in enumerate(sizes_of)]
-    bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_sizes) for s in segments), weights)
+    num_bag_matrices = len(segments[0].gradients) - len(segments[0].unpooled_routes)
+    sizes_of: list[list[tuple[int, ...]]] = [[s.batch_size_per_rank for s in segments]] * num_bag_matrices
+    sizes_of += [[tuple(n[route] for n in s.counts) for s in segments] for route in segments[0].unpooled_routes]
+    gradients = [_interleave_by_rank([s.gradients[m] for s in segments], own) for m, own in enumerate(sizes_of)]
+    bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_size_per_rank) for s in segments), weights)
     sizes = tuple(sum(s.ids.sizes[route] for s in segments) for route in routes)
     return GradientSegment(
         ids=OwnedIds(bags=bags, lengths=lengths, sizes=sizes),
-        batch_sizes=tuple(sum(s.batch_sizes[rank] for s in segments) for rank in ranks),
+        batch_size_per_rank=tuple(sum(s.batch_size_per_rank[rank] for s in segments) for rank in ranks),
         counts=tuple(tuple(sum(s.counts[rank][route] for s in segments) for route in routes) for rank in ranks),
         gradients=tuple(gradients),
-        unpooled=segments[0].unpooled,
+        unpooled_routes=segments[0].unpooled_routes,
     )
 
 
-def combine(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+def merge_groups(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
     """Ids and gradients of groups of features with batch sizes of their own, as those of one batch: routes and matrices
     one group after the other, where the smaller ones have empty bags at the end."""
     if len(segments) == 1:
@@ -99,7 +99,7 @@ def combine(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor
         own = s.ids.bags
         missing = num_samples - own.num_samples
         lengths.append(pad(s.ids.lengths.view(len(s.ids.sizes), own.num_samples), (0, missing)).view(-1))
-        num_bag_matrices = len(s.gradients) - len(s.unpooled)
+        num_bag_matrices = len(s.gradients) - len(s.unpooled_routes)
         gradients += [pad(matrix, (0, 0, 0, missing)) for matrix in s.gradients[:num_bag_matrices]]
         gradients += s.gradients[num_bag_matrices:]
         if is_weighted:
@@ -112,12 +112,12 @@ def combine(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor
     return OwnedIds(bags=bags, lengths=whole, sizes=sizes), tuple(gradients)
 
 
-def join_passes(passes: Sequence[Sequence[GradientSegment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+def merge_backward_passes(passes: Sequence[Sequence[GradientSegment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
     """Ids and gradients of all backward passes, each of which has a segment for every group of features."""
-    return combine([join(of_group) for of_group in zip(*passes, strict=True)])
+    return merge_groups([merge_micro_batches(of_group) for of_group in zip(*passes, strict=True)])
 
 
-def _by_rank(matrices: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+def _interleave_by_rank(matrices: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
     """Rows of several matrices that lie by rank, as one matrix by (rank, matrix)."""
     parts = [matrix.split(list(of_ranks)) for matrix, of_ranks in zip(matrices, sizes, strict=True)]
     return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])

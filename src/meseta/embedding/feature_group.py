@@ -16,13 +16,13 @@ class FeatureGroup:
 
     def __init__(self, at: Sequence[int], features: Sequence[FeatureSpec], tables: Mapping[str, TableSpec]) -> None:
         """Those of `features` whose indexes are `at`."""
-        self.at = tuple(at)
+        self.feature_indices = tuple(at)
         """Where its features stand in the collection."""
         self.features = tuple(features[f] for f in at)
-        self.batch = self.features[0].batch
+        self.batch_name = self.features[0].batch
         self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
-        self.row_features = tuple(f for f in self.features if f.pooling == "none")
-        self.unpooled = tuple(index for index, f in enumerate(self.features) if f.pooling == "none")
+        self.unpooled_features = tuple(f for f in self.features if f.pooling == "none")
+        self.unpooled_indices = tuple(index for index, f in enumerate(self.features) if f.pooling == "none")
         """Indexes of the features that are not pooled."""
         self.pooled_names = tuple(f.name for f in self.pooled_features)
         self.dims = tuple(tables[f.table].embedding_dim for f in self.features)
@@ -47,12 +47,13 @@ class FeatureGroup:
             other = next(f for f, size in enumerate(kjt.batch_sizes) if size != kjt.batch_sizes[0])
             raise MesetaError(
                 f"feature {self._names[0]!r} has {kjt.batch_sizes[0]} samples and {self._names[other]!r} "
-                f"{kjt.batch_sizes[other]}, but both are of batch {self.batch!r}; features of another batch size have "
+                f"{kjt.batch_sizes[other]}, but both are of batch {self.batch_name!r}; features of another batch size "
+                f"have "
                 "FeatureSpec(batch='its name')"
             )
         return apply_id_policy(kjt, self._num_rows, self._policies)
 
-    def refuse(self, feature: int, sample: int, row: int) -> MesetaError:
+    def out_of_range_error(self, feature: int, sample: int, row: int) -> MesetaError:
         """The error for an id that policy 'error' refuses."""
         spec = self.features[feature]
         return MesetaError(
@@ -76,21 +77,21 @@ class FeatureGroup:
             column += width
         return pooled
 
-    def gradient_of_sums(self, gradient: Tensor, lengths: Tensor) -> Tensor:
+    def to_sum_gradient(self, gradient: Tensor, lengths: Tensor) -> Tensor:
         """Gradient of the sums of bags, where `gradient` [B, sum of D] is of what was pooled; `lengths` [F * B]."""
         if not self.has_means:
             return gradient
         return self.divide_means(gradient.clone(), lengths.view(len(self.features), -1))
 
-    def keyed(self, pooled: Tensor) -> KeyedTensor:
+    def to_keyed_tensor(self, pooled: Tensor) -> KeyedTensor:
         """Names for [B, sum of D]."""
         return KeyedTensor(keys=self.pooled_names, dims=self.pooled_dims, values=pooled)
 
-    def jagged(self, ids: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
+    def to_jagged_tensors(self, ids: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
         """Names for the rows of each feature that is not pooled, [nnz_f, D]."""
         return {
             f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
-            for f, values in zip(self.row_features, rows, strict=True)
+            for f, values in zip(self.unpooled_features, rows, strict=True)
         }
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meseta.embedding.exchange import OwnedIds
+from meseta.embedding.input_dist import OwnedIds
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.device_words import device_words
-from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_blocks
+from meseta.ops.device_constants import device_constant
+from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_across_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
-from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.ops.row_update.staged import TouchedRows, stage_block_sums, update_with_stats
 from meseta.spec import OptimizerSpec, TableSpec
 from meseta.storage import TableStorage
 
@@ -68,13 +68,13 @@ def step_shards(
     if optimizer.stepped_rows == "looked_up" and bags.num_samples:
         looked_up = ids_by_table(group.features, bags, len(group.tables))
         more = [
-            penalty_of_lookups(optimizer, table.weight, ids) for table, ids in zip(group.tables, looked_up, strict=True)
+            lookup_penalty(optimizer, table.weight, ids) for table, ids in zip(group.tables, looked_up, strict=True)
         ]
         sizes = torch.tensor([rows.numel() for rows, _ in more], device=bags.offsets.device)
-        group, bags, moved = _with_rows(group, bags, moved, more, sizes)
+        group, bags, moved = _append_rows(group, bags, moved, more, sizes)
     if optimizer.stepped_rows == "all" and bags.num_samples:
-        sizes = device_words(tuple(table.weight.shape[0] for table in group.tables), bags.offsets.device)
-        group, bags, moved = _with_rows(group, bags, moved, [_every_row(t, moved[0]) for t in group.tables], sizes)
+        sizes = device_constant(tuple(table.weight.shape[0] for table in group.tables), bags.offsets.device)
+        group, bags, moved = _append_rows(group, bags, moved, [_all_rows(t, moved[0]) for t in group.tables], sizes)
     row_update(group, lr, step, bags, moved, found_inf)
 
 
@@ -87,7 +87,7 @@ def ids_by_table(features: Sequence[FeatureGradient], bags: Bags, num_tables: in
     return [torch.cat(own) for own in ids]
 
 
-def penalty_of_lookups(
+def lookup_penalty(
     optimizer: OptimizerSpec, weight: Float[Tensor, "rows D"], ids: Int[Tensor, " nnz"]
 ) -> tuple[Int[Tensor, " U"], Float[Tensor, "U D"]]:
     """The rows that `ids` look up, ascending, and the gradient of their penalties: that of
@@ -98,13 +98,13 @@ def penalty_of_lookups(
     return rows, each * counts[:, None]
 
 
-def _every_row(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
+def _all_rows(table: TableRows, like: Tensor) -> tuple[Tensor, Tensor]:
     """All rows of a shard, and zeros: one row that is read again and again."""
     num_rows = table.weight.shape[0]
     return torch.arange(num_rows, device=like.device), like.new_zeros(1, table.weight.shape[1]).expand(num_rows, -1)
 
 
-def _with_rows(
+def _append_rows(
     group: UpdateGroup, bags: Bags, gradients: list[Tensor], more: Sequence[tuple[Tensor, Tensor]], sizes: Tensor
 ) -> tuple[UpdateGroup, Bags, list[Tensor]]:
     """The same with one more feature per table, whose first sample has rows `more` of it, each with its gradient;
@@ -127,23 +127,25 @@ def _with_rows(
     return group, Bags(ids, offsets, bags.num_samples, weights), [*gradients, *(gradient for _, gradient in more)]
 
 
-def every_row(shard: TableStorage) -> Contribution:
+def zero_contribution(shard: TableStorage) -> GradientContribution:
     """Zeros for all rows of a shard, so that every one of them is stepped; listed behind all other contributions."""
     device, num_rows, width = shard.device, shard.shard.num_rows, shard.shard.num_columns
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, width, dtype=compute_dtype(shard.dtype), device=device)
-    return Contribution(torch.arange(num_rows, device=device), nothing, zeros, nothing)
+    return GradientContribution(torch.arange(num_rows, device=device), nothing, zeros, nothing)
 
 
-def all_lookups(shard: TableStorage, rows: TableRows, parts: Sequence[Contribution]) -> Contribution:
+def penalty_contribution(
+    shard: TableStorage, rows: TableRows, parts: Sequence[GradientContribution]
+) -> GradientContribution:
     """What the penalties of each lookup of `parts` add to the gradient of a shard; listed behind them."""
-    looked_up, penalty = penalty_of_lookups(shard.spec.optimizer, rows.weight, torch.cat([part.ids for part in parts]))
+    looked_up, penalty = lookup_penalty(shard.spec.optimizer, rows.weight, torch.cat([part.ids for part in parts]))
     source = torch.arange(looked_up.numel(), device=looked_up.device)
-    return Contribution(looked_up, torch.zeros_like(source), penalty, source)
+    return GradientContribution(looked_up, torch.zeros_like(source), penalty, source)
 
 
 @dataclass(frozen=True)
-class Contribution:
+class GradientContribution:
     """What one feature adds to the gradient of one table shard."""
 
     ids: Int[Tensor, " nnz"]
@@ -168,7 +170,7 @@ class RowGradient:
     """Sum of all contributions."""
 
 
-def samples_of(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: int) -> tuple[Tensor, ...]:
+def sample_indices(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: int) -> tuple[Tensor, ...]:
     """The sample of each id, for several features of `num_samples` samples each: [0, 0, 1] for lengths [2, 1].
 
     One call for all features, since each call of a kernel with several threads has to wake them.
@@ -180,7 +182,7 @@ def samples_of(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: in
     return torch.repeat_interleave(samples, torch.cat(list(lengths)), output_size=sum(sizes)).split(sizes)
 
 
-def sum_contributions(shard: TableStorage, parts: Sequence[Contribution], num_samples: int) -> RowGradient:
+def sum_contributions(shard: TableStorage, parts: Sequence[GradientContribution], num_samples: int) -> RowGradient:
     """Coalesce the contributions of all features that read a shard, in the order of the features."""
     if len(parts) == 1:
         [part] = parts
@@ -212,21 +214,21 @@ def sum_gradients(
 ) -> dict[int, RowGradient]:
     """What each row gets, of the shards that `places` name by index, with what their optimizers ask for beside: every
     row, or the penalties of lookups. `rows` are those that each shard has lent."""
-    num_samples, ids = owned.bags.num_samples, owned.ids()
+    num_samples, ids = owned.bags.num_samples, owned.ids_by_route()
     lengths = owned.lengths.split(num_samples) if num_samples else [owned.lengths] * len(ids)
-    samples, weights = samples_of(ids, lengths, num_samples), owned.bags.weights
-    parts: dict[int, list[Contribution]] = {}
+    samples, weights = sample_indices(ids, lengths, num_samples), owned.bags.weights
+    parts: dict[int, list[GradientContribution]] = {}
     for at in places:
         width, k = shards[at.table].shard.num_columns, at.position
         source = torch.arange(ids[k].numel(), device=ids[k].device) if at.per_id else samples[k]
         scale = weights.split(owned.sizes)[k] if at.weighted and weights is not None else None
         gradient = gradients[at.gradient][:, at.column : at.column + width]
-        parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
+        parts.setdefault(at.table, []).append(GradientContribution(ids[k], samples[k], gradient, source, scale))
     for index, own in parts.items():
         if shards[index].spec.optimizer.stepped_rows == "all":
-            own.append(every_row(shards[index]))
+            own.append(zero_contribution(shards[index]))
         elif shards[index].spec.optimizer.stepped_rows == "looked_up":
-            own.append(all_lookups(shards[index], rows[index], own))
+            own.append(penalty_contribution(shards[index], rows[index], own))
     return {index: sum_contributions(shards[index], parts[index], num_samples) for index in sorted(parts)}
 
 
@@ -256,7 +258,9 @@ def update_rows(
     ]
     for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
         sums: list[Tensor | None] = [
-            stage_sums(shard.optimizer, stage, touched[k], stats[k]) if stage < len(shard.optimizer.row_stats) else None
+            stage_block_sums(shard.optimizer, stage, touched[k], stats[k])
+            if stage < len(shard.optimizer.row_stats)
+            else None
             for k, shard in enumerate(shards)
         ]
         of_rows = [
@@ -266,9 +270,9 @@ def update_rows(
         for k, part in enumerate(gather_stats(parts) if stage < num_exchanges else parts):
             own = sums[k]
             if part is not None and own is not None:
-                whole, order = sum_blocks(part).view(own.shape[:2]), orders[k]
+                whole, order = sum_across_blocks(part).view(own.shape[:2]), orders[k]
                 whole = whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
                 stats[k] = torch.cat([stats[k], whole])
     for shard, touched_rows, stat in zip(shards, touched, stats, strict=True):
         if shard.spec.optimizer.name != "frozen":
-            update_given(shard.optimizer, touched_rows, stat, found_inf)
+            update_with_stats(shard.optimizer, touched_rows, stat, found_inf)

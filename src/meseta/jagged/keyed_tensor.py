@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from meseta.jagged.jagged import JaggedTensor
+from meseta.jagged.jagged_tensor import JaggedTensor
 from meseta.jagged.shapes import Float
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, suggest
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class KeyedTensor:
     def __getitem__(self, key: str) -> Float[Tensor, "B D"]:
         """Columns of one feature (a view)."""
         if key not in self.keys:
-            raise MesetaError(f"KeyedTensor: no key {key!r}; {nearest(key, self.keys)}")
+            raise MesetaError(f"KeyedTensor: no key {key!r}; {suggest(key, self.keys)}")
         index = self.keys.index(key)
         start = sum(self.dims[:index])
         return self.values[:, start : start + self.dims[index]]
@@ -40,14 +40,14 @@ class Embeddings:
     """Features of batch '' with pooling 'sum' or 'mean', in the order of their FeatureSpecs."""
     rows: Mapping[str, JaggedTensor] = field(default_factory=dict)
     """Features with pooling 'none': one row [D] per id."""
-    others: Mapping[str, KeyedTensor] = field(default_factory=dict)
+    pooled_by_batch: Mapping[str, KeyedTensor] = field(default_factory=dict)
     """Pooled features of other batch sizes, by `FeatureSpec.batch`."""
 
     def __getitem__(self, key: str) -> Tensor | JaggedTensor:
         if key in self.rows:
             return self.rows[key]
-        for keyed in (self.pooled, *self.others.values()):
+        for keyed in (self.pooled, *self.pooled_by_batch.values()):
             if key in keyed.keys:
                 return keyed[key]
-        known = [name for keyed in (self.pooled, *self.others.values()) for name in keyed.keys]
-        raise MesetaError(f"Embeddings: no feature {key!r}; {nearest(key, [*known, *self.rows])}")
+        known = [name for keyed in (self.pooled, *self.pooled_by_batch.values()) for name in keyed.keys]
+        raise MesetaError(f"Embeddings: no feature {key!r}; {suggest(key, [*known, *self.rows])}")

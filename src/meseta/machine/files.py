@@ -20,24 +20,24 @@ from urllib.parse import quote
 
 from meseta.errors import MesetaError, StorageError
 
-DOCUMENT_BYTES = 32 << 20
+MAX_DOCUMENT_BYTES = 32 << 20
 """The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
-DOCUMENT_VALUES = 1_000_000
+MAX_DOCUMENT_VALUES = 1_000_000
 """The most values in it, by its commas and opening brackets: each takes memory many times its text."""
-DOCUMENT_DEPTH = 64
+MAX_DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
-STRING_LENGTH = 1 << 20
+MAX_STRING_LENGTH = 1 << 20
 """The longest string in it: names, digests and states of generators are far shorter."""
-NUMBER_LENGTH = 250
+MAX_NUMBER_LENGTH = 250
 """The longest number in a text, in characters: each one, hexadecimal ones too, can become a float64."""
-INTEGER_BITS = 1000
+MAX_INTEGER_BITS = 1000
 """The longest whole number in a JSON text, for the same reason."""
-BLOCKS = (512, 1024, 2048, 4096)
+DEVICE_BLOCK_SIZES = (512, 1024, 2048, 4096)
 """Of devices, in bytes."""
-_NAME_BYTES, _PATH_BYTES = 255, 4096
-_STEM_BYTES = 150
-"""The longest name that `file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
-_KINDS = (
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
+_MAX_STEM_BYTES = 150
+"""The longest name that `to_file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
+_SPECIAL_FILE_KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"),
@@ -45,7 +45,7 @@ _KINDS = (
 )
 
 
-class RefusedFile(OSError):
+class UnsafeFileError(OSError):
     """The error of a file that must not be read: it is not regular, a link leads out of its folder, or it is too
     long."""
 
@@ -53,11 +53,11 @@ class RefusedFile(OSError):
 def is_read_failure(error: OSError) -> bool:
     """Whether a read failed without saying anything about what is stored: the disk, the network, a limit of the process
     or a permission is at fault, and the same read may succeed later. False for a file that is missing or refused."""
-    absent = (RefusedFile, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    absent = (UnsafeFileError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
     return not isinstance(error, absent) and error.errno != errno.ELOOP
 
 
-def status_at(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
+def stat_if_exists(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
     """Return the status of what is at a path, `None` if nothing is there.
 
     Raises OSError if the system cannot tell. `os.path.exists` and its relatives then answer that nothing is there, and
@@ -71,24 +71,24 @@ def status_at(path: str | Path, *, follow: bool = True) -> os.stat_result | None
         return None
 
 
-def is_there(path: str | Path) -> bool:
+def path_exists(path: str | Path) -> bool:
     """Whether a path leads to anything. Raises OSError if the system cannot tell."""
-    return status_at(path) is not None
+    return stat_if_exists(path) is not None
 
 
 def is_folder(path: str | Path) -> bool:
     """Whether a path leads to a folder. Raises OSError if the system cannot tell."""
-    status = status_at(path)
+    status = stat_if_exists(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_link(path: str | Path) -> bool:
     """Whether a path is a symbolic link. Raises OSError if the system cannot tell."""
-    status = status_at(path, follow=False)
+    status = stat_if_exists(path, follow=False)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
-def names_in(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Return the names in a folder, none if there is no such folder. Raises OSError if the system cannot tell."""
     try:
         return sorted(os.listdir(folder))
@@ -98,13 +98,13 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def walk_files(folder: Path) -> Iterator[Path]:
     """Yield all that is below a folder and is no folder itself; links are not followed. Raises OSError if some of it
     cannot be listed, which `Path.rglob` and `os.walk` leave out."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
-                yield from files_below(folder / entry.name)
+                yield from walk_files(folder / entry.name)
             else:
                 yield folder / entry.name
 
@@ -126,20 +126,20 @@ def _check_regular(path: str | Path, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
-        raise RefusedFile(errno.EINVAL, f"it is {kind}, no regular file", str(path))
+        kind = next((name for is_kind, name in _SPECIAL_FILE_KINDS if is_kind(status.st_mode)), "something else")
+        raise UnsafeFileError(errno.EINVAL, f"it is {kind}, no regular file", str(path))
 
 
-def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
-    """A regular file, whole. Raises OSError as `open_regular` does, and for one of more than `most_bytes`."""
+def read_bounded(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """A regular file, whole. Raises OSError as `open_regular` does, and for one of more than `max_bytes`."""
     with open(open_regular(path), "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise too_long(str(path), most_bytes)
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise file_too_long_error(str(path), max_bytes)
     return content
 
 
-def read_if_there(path: Path) -> bytes | None:
+def read_if_exists(path: Path) -> bytes | None:
     """Return the content of a regular file, `None` if there is none that may be read. Raises StorageError if reading
     failed: what depends on the content must then not go on as if there were none."""
     try:
@@ -150,22 +150,22 @@ def read_if_there(path: Path) -> bytes | None:
         return None
 
 
-def too_long(path: str, most_bytes: int) -> OSError:
+def file_too_long_error(path: str, most_bytes: int) -> OSError:
     """The error of a file that goes on after the most that is read of it."""
-    return RefusedFile(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
+    return UnsafeFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
 
 
-def inside(root: str | Path, inner: str) -> Path:
+def resolve_inside(root: str | Path, inner: str) -> Path:
     """`root/inner`: a regular file in the folder, to which no link leads on a way outside. Raises OSError."""
     path, base = Path(root, inner), os.path.realpath(root, strict=True)
     real = os.path.realpath(path, strict=True)
     if os.path.commonpath([real, base]) != base:
-        raise RefusedFile(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
+        raise UnsafeFileError(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
     _check_regular(path, os.stat(real))
     return path
 
 
-def inner_fault(path: str) -> str | None:
+def invalid_relative_path_reason(path: str) -> str | None:
     """Why a text is no name of a file inside a folder, the only one of this file; None where it is one.
 
     Parts are separated by '/', and none is empty, '.', '..', ends in a dot or a space, or has a backslash, a colon or a
@@ -178,43 +178,43 @@ def inner_fault(path: str) -> str | None:
         return "it leads outside"
     if any(part != part.rstrip(". ") or not part for part in parts):
         return "it has a part that is empty, or ends in a dot or a space"
-    if any(character in "\\:" for character in path) or has_controls(path):
+    if any(character in "\\:" for character in path) or has_control_characters(path):
         return "it has a backslash, a colon or a control character"
-    if len(path.encode()) > _PATH_BYTES or any(len(part.encode()) > _NAME_BYTES for part in parts):
+    if len(path.encode()) > _MAX_PATH_BYTES or any(len(part.encode()) > _MAX_NAME_BYTES for part in parts):
         return "it is too long"
     return None
 
 
-def has_controls(text: str) -> bool:
+def has_control_characters(text: str) -> bool:
     """Whether it has characters that act on a terminal or on lines of text, or halves of surrogate pairs."""
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
-def escaped(text: str) -> str:
-    """A text in one line: the characters of `has_controls` as Python writes them, such as \\n."""
-    if not has_controls(text):
+def escape(text: str) -> str:
+    """A text in one line: the characters of `has_control_characters` as Python writes them, such as \\n."""
+    if not has_control_characters(text):
         return text
-    return "".join(c.encode("unicode_escape").decode() if has_controls(c) else c for c in text)
+    return "".join(c.encode("unicode_escape").decode() if has_control_characters(c) else c for c in text)
 
 
-def file_name(name: str) -> str:
+def to_file_name(name: str) -> str:
     """The name of a table or feature as one safe part of a path: 'a/b' gives 'a%2Fb'; a long one ends in a digest."""
     quoted = quote(name, safe="")
     if quoted.endswith("."):
         quoted = f"{quoted[:-1]}%2E"
-    if len(quoted) <= _STEM_BYTES:
+    if len(quoted) <= _MAX_STEM_BYTES:
         return quoted
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{quoted[: _STEM_BYTES - len(digest) - 1]}-{digest}"
+    return f"{quoted[: _MAX_STEM_BYTES - len(digest) - 1]}-{digest}"
 
 
-def former_file_name(name: str) -> str:
-    """What `file_name` gave before names could be longer than those of files."""
+def legacy_file_name(name: str) -> str:
+    """What `to_file_name` gave before names could be longer than those of files."""
     quoted = quote(name, safe="")
     return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
 
 
-def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
+def first_name_collision(names: Iterable[str]) -> tuple[str, str] | None:
     """The first two names that some file system takes for one: equal, or but for case and Unicode's spellings."""
     seen: dict[str, str] = {}
     for name in names:
@@ -225,70 +225,70 @@ def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def count_values(content: bytes) -> int:
+def count_json_values(content: bytes) -> int:
     """The values in a JSON text, by its commas and opening brackets."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
-def parse_json(content: bytes, *, finite: bool = True, most_values: int = DOCUMENT_VALUES) -> Any:
+def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOCUMENT_VALUES) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than `most_values` values, a string over STRING_LENGTH, a whole
-    number over INTEGER_BITS or a depth over DOCUMENT_DEPTH."""
-    if count_values(content) > most_values:
-        raise ValueError(f"it has more than {most_values:,} values")
-    if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
-        raise ValueError(f"it has more than {DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
+    finite (with `finite`), half a surrogate pair, more than `max_values` values, a string over MAX_STRING_LENGTH, a
+    whole number over MAX_INTEGER_BITS or a depth over MAX_DOCUMENT_DEPTH."""
+    if count_json_values(content) > max_values:
+        raise ValueError(f"it has more than {max_values:,} values")
+    if len(content) > MAX_DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
+        raise ValueError(f"it has more than {MAX_DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
     try:
         document = json.loads(content.decode(), object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     level, depth = [document], 0
     while level:
-        if depth > DOCUMENT_DEPTH:
+        if depth > MAX_DOCUMENT_DEPTH:
             raise ValueError("it is nested too deeply")
         for value in level:
             if isinstance(value, str):
-                if len(value) > STRING_LENGTH:
-                    raise ValueError(f"it has a string of more than {STRING_LENGTH:,} characters")
+                if len(value) > MAX_STRING_LENGTH:
+                    raise ValueError(f"it has a string of more than {MAX_STRING_LENGTH:,} characters")
                 if not value.isascii():
                     value.encode()
             elif finite and isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is no number")
-            elif isinstance(value, int) and value.bit_length() > INTEGER_BITS:
-                raise ValueError(f"it has a whole number of more than {INTEGER_BITS:,} bits")
+            elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+                raise ValueError(f"it has a whole number of more than {MAX_INTEGER_BITS:,} bits")
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
         depth += 1
     return document
 
 
-def check_readable(content: bytes) -> None:
+def check_json_limits(content: bytes) -> None:
     """Raise ValueError if a JSON text that is about to be written exceeds what is read of a document."""
-    if len(content) > DOCUMENT_BYTES:
-        raise ValueError(f"it has {len(content):,} bytes, and at most {DOCUMENT_BYTES:,} are read")
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"it has {len(content):,} bytes, and at most {MAX_DOCUMENT_BYTES:,} are read")
     parse_json(content)
 
 
-def plain_data(value: Any, *, finite: bool = False) -> Any:
+def to_json_types(value: Any, *, finite: bool = False) -> Any:
     """The value as JSON gives it back: tuples as lists, keys as text, and what JSON has no form for as its text. Raises
     ValueError, with `finite`, for a number that is not."""
     return json.loads(json.dumps(value, default=str, allow_nan=not finite))
 
 
-def json_text(document: Any, *, levels: int = 2) -> str:
+def format_json(document: Any, *, levels: int = 2) -> str:
     """JSON for programs and people: a line for each entry of the outermost `levels` levels, and deeper ones in the line
     of theirs. The standard library indents all levels or none, and all by code that is not compiled."""
-    return _lines(document, levels, "\n") + "\n"
+    return _format_levels(document, levels, "\n") + "\n"
 
 
-def _lines(value: Any, levels: int, margin: str) -> str:
+def _format_levels(value: Any, levels: int, margin: str) -> str:
     is_dict = isinstance(value, dict)
     if not levels or not value or not (is_dict or isinstance(value, list | tuple)):
         return json.dumps(value)
     if is_dict and not all(isinstance(key, str) for key in value):
         return json.dumps(value)
     inner = f"{margin} "
-    entries = [_lines(entry, levels - 1, inner) for entry in (value.values() if is_dict else value)]
+    entries = [_format_levels(entry, levels - 1, inner) for entry in (value.values() if is_dict else value)]
     if is_dict:
         entries = [f"{json.dumps(key)}: {entry}" for key, entry in zip(value, entries, strict=True)]
     first, last = "{}" if is_dict else "[]"
@@ -304,7 +304,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def nameless_file(name: str) -> IO[bytes]:
+def anonymous_file(name: str) -> IO[bytes]:
     """A scratch file that lies in no folder: in memory where the system has that, since /tmp may be full. `name` is for
     those who list a process's open files."""
     if hasattr(os, "memfd_create"):
@@ -312,21 +312,21 @@ def nameless_file(name: str) -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def unnamed_file(folder: Path) -> int:
-    """An open file, to be read, written at its end and mapped, that `give_name` may put below `folder`, which need not
-    be there yet: it lies in its file system, without a name, and goes with its last user. Where the system has none of
-    this kind, one that gets no name. It is inherited by programs that a process becomes."""
+def open_tmpfile(folder: Path) -> int:
+    """An open file, to be read, written at its end and mapped, that `link_tmpfile` may put below `folder`, which need
+    not be there yet: it lies in its file system, without a name, and goes with its last user. Where the system has none
+    of this kind, one that gets no name. It is inherited by programs that a process becomes."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_APPEND if hasattr(os, "O_TMPFILE") else 0
     place = next((above for above in (folder, *folder.resolve().parents) if above.is_dir()), folder)
     with suppress(OSError):
         if flags:
             return os.open(place, flags, 0o666)
-    with nameless_file("meseta-unnamed") as file:
+    with anonymous_file("meseta-unnamed") as file:
         return os.dup(file.fileno())
 
 
-def give_name(descriptor: int, path: Path) -> bool:
-    """Let an `unnamed_file` be found under a path, whose former file goes; whether the system can."""
+def link_tmpfile(descriptor: int, path: Path) -> bool:
+    """Let an `open_tmpfile` be found under a path, whose former file goes; whether the system can."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -341,7 +341,7 @@ def give_name(descriptor: int, path: Path) -> bool:
     return True
 
 
-def is_full(error: OSError) -> bool:
+def is_disk_full(error: OSError) -> bool:
     """Whether the system had no room for a write: on the disk, in the user's share of it, or in one file."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -363,13 +363,13 @@ def sync(path: Path) -> None:
 
 def sync_all(folder: Path) -> None:
     """`sync` every file under a folder, and the names in every folder of it."""
-    for inner, _, names in walk_up(folder):
+    for inner, _, names in walk_bottom_up(folder):
         for name in names:
             sync(inner / name)
         sync(inner)
 
 
-def walk_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+def walk_bottom_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """`os.walk` from the innermost folders up. Raises OSError if one cannot be listed."""
 
     def fail(error: OSError) -> None:
@@ -380,7 +380,7 @@ def walk_up(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` by one rename at the end, when its files are on the disk.
 
     Nothing of it is left after an error. Raises MesetaError where the system refuses to write.
@@ -399,7 +399,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_place(path: str | Path) -> None:
+def check_writable_path(path: str | Path) -> None:
     """Raise MesetaError, before a long command begins, where `path` cannot become a file."""
     path = Path(path)
     try:
@@ -419,7 +419,7 @@ def check_place(path: str | Path) -> None:
         raise MesetaError(f"{str(path)!r} cannot be written: its folder takes no new files; name another")
 
 
-def append_whole(file: IO[bytes], content: bytes) -> None:
+def append_atomic(file: IO[bytes], content: bytes) -> None:
     """Add to the end of an unbuffered file, or add nothing. Raises OSError where there is no room."""
     start, rest = file.tell(), memoryview(content)
     try:
@@ -430,14 +430,14 @@ def append_whole(file: IO[bytes], content: bytes) -> None:
         raise
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_atomic(path: str | Path, text: str) -> None:
     """Write `text` in UTF-8, so that a reader, an interruption or a full disk finds the old file or the new one.
 
     A link keeps its place, and the file that it names is replaced. What is no plain file, such as /dev/stdout, is
     written to as it stands. Characters that UTF-8 does not have become question marks. Raises MesetaError where the
     file cannot be written, and leaves the former one.
     """
-    check_place(path)
+    check_writable_path(path)
     place, content = Path(path).resolve(), text.encode("utf-8", errors="replace")
     # Runs delete what ends like this in their folder, should a kill leave it there.
     unfinished = place.with_name(f".meseta-{os.getpid()}.tmp")
@@ -459,29 +459,29 @@ def write_whole(path: str | Path, text: str) -> None:
         raise
 
 
-def direct_block_bytes(folder: Path) -> tuple[int, str | None]:
+def direct_io_block_bytes(folder: Path) -> tuple[int, str | None]:
     """The least that can be read directly from a file in a folder, found by trying; and why nothing can, where nothing
     can. Raises OSError where the folder cannot be written."""
     if not hasattr(os, "O_DIRECT"):
-        return BLOCKS[0], "this system has no direct transfers"
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, BLOCKS[-1]) as memory:
-        file.write(bytes(2 * BLOCKS[-1]))
+        return DEVICE_BLOCK_SIZES[0], "this system has no direct transfers"
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, DEVICE_BLOCK_SIZES[-1]) as memory:
+        file.write(bytes(2 * DEVICE_BLOCK_SIZES[-1]))
         file.flush()
         os.fsync(file.fileno())
         try:
             descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
-            return BLOCKS[0], f"its file system has no direct transfers: {error.strerror}"
+            return DEVICE_BLOCK_SIZES[0], f"its file system has no direct transfers: {error.strerror}"
         try:
-            for block in BLOCKS:
-                if _can_read(descriptor, memory, block):
+            for block in DEVICE_BLOCK_SIZES:
+                if _can_read_block(descriptor, memory, block):
                     return block, None
         finally:
             os.close(descriptor)
-    return BLOCKS[0], f"its file system refuses direct reads of up to {BLOCKS[-1]:,} bytes"
+    return DEVICE_BLOCK_SIZES[0], f"its file system refuses direct reads of up to {DEVICE_BLOCK_SIZES[-1]:,} bytes"
 
 
-def _can_read(descriptor: int, memory: mmap.mmap, block: int) -> bool:
+def _can_read_block(descriptor: int, memory: mmap.mmap, block: int) -> bool:
     """Whether the second block can be read alone."""
     try:
         with memoryview(memory) as view, view[:block] as part:

@@ -9,17 +9,17 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from meseta.machine.processes import leave_at_once
+from meseta.machine.processes import exit_immediately
 
-BOUNCE_S = 1.0
+DEBOUNCE_WINDOW_S = 1.0
 """Signals this soon after the first are the same call: a terminal or a service tells all processes of a group, and the
 launcher passes it on to its ranks as well."""
 
-_END = b"\0"
+_STOP_BYTE = b"\0"
 """No signal has this number."""
 
 
-class Stopped(Exception):
+class TrainingInterrupt(Exception):
     """Training was ended by a signal, on all ranks after the same step, and everything up to there is saved."""
 
     def __init__(self, number: int) -> None:
@@ -27,7 +27,7 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
-class Interruption:
+class SignalListener:
     """While entered, `number` is the signal that came, if one did.
 
     The main thread notes the first, so that the step at hand is the last one however late other threads get the
@@ -36,22 +36,22 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self._former: dict[int, Any] = {}
-        self._former_wakeup = -1
-        self._writer = -1
+        self.signal_number: int | None = None
+        self._previous_handlers: dict[int, Any] = {}
+        self._previous_wakeup_fd = -1
+        self._wakeup_fd = -1
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> SignalListener:
         if threading.current_thread() is threading.main_thread():
-            reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            reader, self._wakeup_fd = os.pipe()
+            os.set_blocking(self._wakeup_fd, False)
+            self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT):
                 if (former := signal.getsignal(number)) is not signal.SIG_IGN:
                     # Whoever started this process may have told it to ignore Ctrl-C, as the launcher does.
-                    signal.signal(number, self._note)
-                    self._former[number] = signal.SIG_DFL if former is None else former
+                    signal.signal(number, self._record_signal)
+                    self._previous_handlers[number] = signal.SIG_DFL if former is None else former
             self._thread = threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True)
             self._thread.start()
         return self
@@ -59,30 +59,30 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writer >= 0:
-            for number, former in self._former.items():
+        if self._wakeup_fd >= 0:
+            for number, former in self._previous_handlers.items():
                 signal.signal(number, former)
-            signal.set_wakeup_fd(self._former_wakeup)
+            signal.set_wakeup_fd(self._previous_wakeup_fd)
             assert self._thread is not None
-            os.write(self._writer, _END)  # a process forked meanwhile may hold it open
+            os.write(self._wakeup_fd, _STOP_BYTE)  # a process forked meanwhile may hold it open
             self._thread.join()
-            os.close(self._writer)
-            self._writer = -1
+            os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
 
-    def _note(self, number: int, frame: FrameType | None = None) -> None:
-        if self.number is None:
-            self.number = number
+    def _record_signal(self, number: int, frame: FrameType | None = None) -> None:
+        if self.signal_number is None:
+            self.signal_number = number
 
     def _listen(self, reader: int) -> None:
         first_s = None
-        while (received := os.read(reader, 1)) not in (b"", _END):
+        while (received := os.read(reader, 1)) not in (b"", _STOP_BYTE):
             number = received[0]
-            if number not in self._former:
+            if number not in self._previous_handlers:
                 continue
             if first_s is None:
                 first_s = time.monotonic()
-                self._note(number)
-            elif time.monotonic() - first_s > BOUNCE_S:
+                self._record_signal(number)
+            elif time.monotonic() - first_s > DEBOUNCE_WINDOW_S:
                 os.write(2, b"a second signal: leaving at once, without a checkpoint of the last steps\n")
-                leave_at_once(128 + number)
+                exit_immediately(128 + number)
         os.close(reader)

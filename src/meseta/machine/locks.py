@@ -13,16 +13,16 @@ from pathlib import Path
 
 from meseta.errors import MesetaError
 
-NAME = ".lock"
+LOCK_FILE = ".lock"
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 """What flock(2) answers on file systems without locks; EBADF is NFS about a folder."""
 
 
-def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
+def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
     """Try to lock an open file or folder with flock(2); returns False if another process holds the lock.
 
-    Returns `without_locks` on a file system without locks. Raises OSError if the call fails otherwise, as with EIO:
+    Returns `if_unsupported` on a file system without locks. Raises OSError if the call fails otherwise, as with EIO:
     then it is not known whether another process holds the lock.
     """
     try:
@@ -30,9 +30,9 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
-        return without_locks
+        return if_unsupported
     return True
 
 
@@ -42,8 +42,10 @@ class FolderLock:
 
     def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None) -> None:
         """`in_use` words the refusal, given who holds the lock."""
-        self._path = folder / NAME
-        self._in_use = in_use or f"{str(folder)!r} is in use: {{}} is at work in it; wait until it has ended".format
+        self._path = folder / LOCK_FILE
+        self._format_refusal = (
+            in_use or f"{str(folder)!r} is in use: {{}} is at work in it; wait until it has ended".format
+        )
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
@@ -57,8 +59,8 @@ class FolderLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise OSError(errno.EINVAL, f"{NAME} is no regular file", str(self._path))
-                if not self._try(descriptor):
+                    raise OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file", str(self._path))
+                if not self._try_acquire(descriptor):
                     continue
                 with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
                     os.ftruncate(descriptor, 0)
@@ -75,11 +77,11 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _try(self, descriptor: int) -> bool:
+    def _try_acquire(self, descriptor: int) -> bool:
         """Whether the lock is held now; not where its file was removed, by the former holder, before it was locked."""
         if not try_lock(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise MesetaError(self._in_use(holder))
+            raise MesetaError(self._format_refusal(holder))
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:

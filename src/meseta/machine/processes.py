@@ -21,20 +21,25 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, NoReturn
 
-from meseta.machine.system import prefer_for_oom_kill
-from meseta.machine.variables import variables
+from meseta.machine.environment_variables import environ
+from meseta.machine.kernel import raise_oom_score
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a process to end."""
-_NAME_BYTES = 15
-_scratch: dict[Path, int] = {}
+_MAX_NAME_BYTES = 15
+_scratch_files: dict[Path, int] = {}
 """Files that go with the process that made them, which stands beside each."""
 Program = subprocess.Popen[bytes]
 """One that runs, or has ended."""
 
 
 def fork(
-    work: Callable[[], object], name: str, *, added: Mapping[str, str] | None = None, out: int = 1, err: int = 2
+    work: Callable[[], object],
+    name: str,
+    *,
+    extra_environ: Mapping[str, str] | None = None,
+    stdout_fd: int = 1,
+    stderr_fd: int = 2,
 ) -> BaseProcess:
     """Do `work` in a process of its own, a fork of this one, and return that.
 
@@ -45,18 +50,18 @@ def fork(
     Args:
         work: what it does.
         name: what `top` shows; 15 characters of it.
-        added: to the variables of its environment.
-        out: open descriptor of its standard output.
-        err: open descriptor of its standard error.
+        extra_environ: to the variables of its environment.
+        stdout_fd: open descriptor of its standard output.
+        stderr_fd: open descriptor of its standard error.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     process = multiprocessing.get_context("fork").Process(
-        target=_run, name=name, args=(work, dict(added or {}), out, err)
+        target=_run_child, name=name, args=(work, dict(extra_environ or {}), stdout_fd, stderr_fd)
     )
-    _lifeline()
+    _lifeline_pipe()
     # A signal that comes before the new process has said what it does with signals waits until then.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process.start()
     finally:
@@ -64,7 +69,7 @@ def fork(
     return process
 
 
-def become_module(module: str, arguments: Sequence[str]) -> NoReturn:
+def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
     """Be `python -P -m MODULE ARGUMENTS` from now on."""
     sys.stdout.flush()
     # -P: the folder that the user stands in may hold a torch.py
@@ -73,77 +78,77 @@ def become_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
 def start_program(
     command: Sequence[str],
-    added: Mapping[str, str],
+    extra_environ: Mapping[str, str],
     *,
-    inherited: Sequence[int] = (),
+    pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
 ) -> Program:
     """Start a program with some variables beside those of this process, and with open files that it inherits; the rest
     is as in subprocess.Popen. Raises OSError where the system starts none."""
-    environment = {**variables, **added}
+    environment = {**environ, **extra_environ}
     return subprocess.Popen(
-        command, env=environment, pass_fds=inherited, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0
+        command, env=environment, pass_fds=pass_fds, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0
     )
 
 
 def run_program(
-    command: Sequence[str], *, folder: Path | None = None, limit_s: float | None = None
+    command: Sequence[str], *, cwd: Path | None = None, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end. Raises OSError where the system starts none, and subprocess.TimeoutExpired."""
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=limit_s, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False)
 
 
 @cache
-def _lifeline() -> tuple[int, int]:
+def _lifeline_pipe() -> tuple[int, int]:
     """(end that the others read, end that this process holds until it is gone and never writes)."""
     return os.pipe()
 
 
-def _run(work: Callable[[], object], added: Mapping[str, str], out: int, err: int) -> None:
+def _run_child(work: Callable[[], object], added: Mapping[str, str], out: int, err: int) -> None:
     """In the new process: the work."""
-    read, write = _lifeline()
+    read, write = _lifeline_pipe()
     os.close(write)
-    _lifeline.cache_clear()  # what this process starts hangs on this process
-    threading.Thread(target=_end_with, args=(read,), name="meseta-lifeline", daemon=True).start()
+    _lifeline_pipe.cache_clear()  # what this process starts hangs on this process
+    threading.Thread(target=_exit_with_parent, args=(read,), name="meseta-lifeline", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    variables.update(added)
-    prefer_for_oom_kill()
-    Path("/proc/self/comm").write_text(multiprocessing.current_process().name[:_NAME_BYTES])
+    environ.update(added)
+    raise_oom_score()
+    Path("/proc/self/comm").write_text(multiprocessing.current_process().name[:_MAX_NAME_BYTES])
     work()
 
 
-def _end_with(lifeline: int) -> None:
+def _exit_with_parent(lifeline: int) -> None:
     """End this process when the one that started it dies: nobody would stop it otherwise."""
     os.read(lifeline, 1)
-    leave_at_once(1)
+    exit_immediately(1)
 
 
-def add_scratch(path: Path) -> None:
-    """A file that goes with this process, unless `remove_scratch` comes first."""
-    _scratch[path] = os.getpid()
+def register_scratch_file(path: Path) -> None:
+    """A file that goes with this process, unless `remove_scratch_file` comes first."""
+    _scratch_files[path] = os.getpid()
 
 
-def remove_scratch(path: Path) -> None:
+def remove_scratch_file(path: Path) -> None:
     """Remove such a file; where it cannot be removed it stays."""
-    _scratch.pop(path, None)
+    _scratch_files.pop(path, None)
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
-def remove_all_scratch() -> None:
+def remove_scratch_files() -> None:
     """Of this process, at its end; what it was forked from keeps its own."""
-    for path, process in tuple(_scratch.items()):
+    for path, process in tuple(_scratch_files.items()):
         if process == os.getpid():
-            remove_scratch(path)
+            remove_scratch_file(path)
 
 
-def leave_at_once(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """End this process without taking the interpreter apart; its scratch files go."""
-    remove_all_scratch()
+    remove_scratch_files()
     os._exit(code)

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.variables import variables
+from meseta.machine.environment_variables import environ
 
-_LEVELS = (
+_X86_LEVELS = (
     ("AVX2", ("avx2", "fma")),
     ("AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
     ("AVX-512 BF16", ("avx512_bf16",)),
@@ -19,17 +19,17 @@ _LEVELS = (
 )
 """Instruction sets of x86, each with the ones before it, and the kernel's words for them."""
 _ARM_LEVELS = (("NEON", ("asimd",)), ("NEON BF16", ("bf16",)))
-_BFLOAT16 = frozenset({"AVX-512 BF16", "AMX", "NEON BF16"})
+_BFLOAT16_LEVELS = frozenset({"AVX-512 BF16", "AMX", "NEON BF16"})
 """Levels that multiply bfloat16."""
-_ATEN = {"default": 0, "avx2": 1}
-"""What ATEN_CPU_CAPABILITY leaves of `_LEVELS`; other values take nothing away."""
-_ONEDNN = {
+_ATEN_LEVEL_LIMITS = {"default": 0, "avx2": 1}
+"""What ATEN_CPU_CAPABILITY leaves of `_X86_LEVELS`; other values take nothing away."""
+_ONEDNN_LEVEL_LIMITS = {
     **dict.fromkeys(("SSE41", "AVX"), 0),
     **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), 1),
     **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), 2),
     **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), 3),
 }
-"""What oneDNN's variables leave of `_LEVELS`."""
+"""What oneDNN's variables leave of `_X86_LEVELS`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Processor:
     flags: frozenset[str] = frozenset()
     """The kernel's words for its instructions; empty where it does not tell."""
 
-    def level(self, environment: Mapping[str, str] | None = None) -> str:
+    def instruction_set(self, environment: Mapping[str, str] | None = None) -> str:
         """The widest instruction set that products may use: 'AVX2', 'AVX-512', 'AVX-512 BF16', 'AMX', 'NEON',
         'NEON BF16' or 'baseline'.
 
@@ -49,7 +49,11 @@ class Processor:
         None: those of this process.
         """
         is_arm = "asimd" in self.flags
-        levels = _ARM_LEVELS if is_arm else _LEVELS[: _allowed(variables if environment is None else environment)]
+        levels = (
+            _ARM_LEVELS
+            if is_arm
+            else _X86_LEVELS[: _num_allowed_levels(environ if environment is None else environment)]
+        )
         found = "baseline"
         for name, flags in levels:
             if not self.flags.issuperset(flags):
@@ -57,27 +61,27 @@ class Processor:
             found = name
         return found
 
-    def why_no_bfloat16(self, environment: Mapping[str, str] | None = None) -> str | None:
+    def bfloat16_unavailable_reason(self, environment: Mapping[str, str] | None = None) -> str | None:
         """Why products in bfloat16 are slower here than in float32, None where they are faster.
 
         It follows from instructions alone. A clock would choose by the load of the moment, and the choice is one of
         bits.
         """
-        level, best = self.level(environment), self.level({})
-        if level in _BFLOAT16:
+        level, best = self.instruction_set(environment), self.instruction_set({})
+        if level in _BFLOAT16_LEVELS:
             return None
-        if best in _BFLOAT16:
+        if best in _BFLOAT16_LEVELS:
             return f"{self.name} multiplies bfloat16, but ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA leaves it {level}"
         return f"{self.name} ({level}) has no instructions that multiply bfloat16 (AVX512_BF16, AMX; BF16 of ARM)"
 
-    def why_threads_change_bits(self, environment: Mapping[str, str] | None = None) -> str | None:
+    def thread_dependence_reason(self, environment: Mapping[str, str] | None = None) -> str | None:
         """Why products in bfloat16 may have other bits with another number of threads, and what to do; None where they
         have the same.
 
         Seen with oneDNN 3.10 on an Intel Xeon with AMX: from 2 threads on, and from 700 terms on. Its kernels for
         AVX-512 BF16 had the same bits for up to 16 threads in all shapes of the tests.
         """
-        if self.level(environment) != "AMX":
+        if self.instruction_set(environment) != "AMX":
             return None
         return (
             "products in bfloat16 take AMX, whose sums follow the number of threads; for the same bits with any, "
@@ -85,7 +89,7 @@ class Processor:
         )
 
 
-def this_processor(cpuinfo: str | None = None) -> Processor:
+def read_processor(cpuinfo: str | None = None) -> Processor:
     """The processor of this machine; `cpuinfo` is the text of /proc/cpuinfo, None: read it."""
     if cpuinfo is None:
         try:
@@ -106,33 +110,36 @@ def num_cores() -> int:
 
 
 @contextmanager
-def patient_threads(names: Sequence[str] = ()) -> Iterator[None]:
+def batch_scheduled_threads(names: Sequence[str] = ()) -> Iterator[None]:
     """Threads of this process that begin while this is entered, and those that are called so, wait until a processor is
     free, where the system can.
 
     A thread that wakes up else takes the processor of one that computes. If that one holds a lock, and the other tries
     to have it without sleeping, it goes on trying until its slice ends: 4 ms, on a processor that both share.
     """
-    before = {int(task.name) for task in _TASKS.glob("*")}
+    before = {int(task.name) for task in _TASK_FOLDER.glob("*")}
     yield
     if not hasattr(os, "SCHED_BATCH"):
         return
-    for task in _TASKS.glob("*"):
+    for task in _TASK_FOLDER.glob("*"):
         # A thread may end meanwhile; where a system forbids it, it stays as it is.
         with suppress(OSError):
             if int(task.name) not in before or (task / "comm").read_text().strip() in names:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-_TASKS = Path("/proc/self/task")
+_TASK_FOLDER = Path("/proc/self/task")
 
 
-def _allowed(environment: Mapping[str, str]) -> int:
-    """How many of `_LEVELS` the variables leave."""
+def _num_allowed_levels(environment: Mapping[str, str]) -> int:
+    """How many of `_X86_LEVELS` the variables leave."""
     aten = environment.get("ATEN_CPU_CAPABILITY", "")
-    return min(_ATEN.get(aten, len(_LEVELS)), _ONEDNN.get(_onednn_limit(environment).upper(), len(_LEVELS)))
+    return min(
+        _ATEN_LEVEL_LIMITS.get(aten, len(_X86_LEVELS)),
+        _ONEDNN_LEVEL_LIMITS.get(_onednn_max_isa(environment).upper(), len(_X86_LEVELS)),
+    )
 
 
-def _onednn_limit(environment: Mapping[str, str]) -> str:
+def _onednn_max_isa(environment: Mapping[str, str]) -> str:
     """What oneDNN is told, in either case; it reads its own name for the variable first."""
     return environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""

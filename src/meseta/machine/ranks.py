@@ -8,47 +8,47 @@ from __future__ import annotations
 import sys
 
 from meseta.errors import MesetaError
-from meseta.machine.variables import variables
+from meseta.machine.environment_variables import environ
 
 
-def is_first() -> bool:
+def is_first_rank() -> bool:
     """Whether this is rank 0, or the only process."""
-    return rank_number() == 0
+    return global_rank() == 0
 
 
-def rank_number() -> int:
+def global_rank() -> int:
     """Of this process; 0 where it is the only one."""
-    return _number("RANK", 0)
+    return _read_int("RANK", 0)
 
 
 def num_ranks() -> int:
     """Of all hosts together."""
-    return _number("WORLD_SIZE", 1)
+    return _read_int("WORLD_SIZE", 1)
 
 
-def note(text: str, *, by_all: bool = False) -> None:
+def print_note(text: str, *, all_ranks: bool = False) -> None:
     """A line on standard error, of the first rank alone, or of each that calls."""
-    if by_all or is_first():
+    if all_ranks or is_first_rank():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def local_rank() -> int:
     """Among those of this host."""
-    return _number("LOCAL_RANK", 0)
+    return _read_int("LOCAL_RANK", 0)
 
 
 def num_local_ranks() -> int:
     """On this host."""
-    return _number("LOCAL_WORLD_SIZE", 1)
+    return _read_int("LOCAL_WORLD_SIZE", 1)
 
 
-def is_launched() -> bool:
+def is_distributed() -> bool:
     """Whether it is one of several, which torchrun or `run_ranks` has started."""
-    return "RANK" in variables and num_ranks() > 1
+    return "RANK" in environ and num_ranks() > 1
 
 
-def _number(name: str, default: int) -> int:
-    text = variables.get(name, str(default))
+def _read_int(name: str, default: int) -> int:
+    text = environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:

@@ -17,25 +17,47 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
-from meseta.errors import MesetaError, StorageError, one_line, shown
-from meseta.machine.files import DOCUMENT_BYTES, inside, is_folder, is_there, read_bounded, too_long
-from meseta.machine.waits.activity import waiting_for
+from meseta.errors import MesetaError, StorageError, error_summary, format_value
+from meseta.machine.files import (
+    MAX_DOCUMENT_BYTES,
+    file_too_long_error,
+    is_folder,
+    path_exists,
+    read_bounded,
+    resolve_inside,
+)
+from meseta.machine.waits.activity import track_request
 
-_EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
-_CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
+_PACKAGES = {
+    "s3": "meseta[s3]",
+    "s3a": "meseta[s3]",
+    "gs": "meseta[gcs]",
+    "gcs": "meseta[gcs]",
+    "https": "fsspec[http]",
+}
+_CHANGE_STAMP_KEYS = (
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modification_time",
+    "ETag",
+    "etag",
+    "created",
+)
 """What file systems call the time of the last change, or something else that changes with the content."""
 
-PLAIN, ENCRYPTED = "grpc", "grpc+tls"
+PLAIN_SCHEME, ENCRYPTED_SCHEME = "grpc", "grpc+tls"
 """Schemes of addresses without and with keys."""
-HOST_LABEL = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+HOST_LABEL_PATTERN = "[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
 """Pattern of one part of a host name."""
 # Not urlsplit: it removes tabs and newlines, and keeps other control characters in the host.
-_ADDRESS = re.compile(
-    rf"(?:{PLAIN}|{re.escape(ENCRYPTED)})://"
-    rf"(?P<host>{HOST_LABEL}(?:\.{HOST_LABEL})*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{{1,5}})"
+_ADDRESS_PATTERN = re.compile(
+    rf"(?:{PLAIN_SCHEME}|{re.escape(ENCRYPTED_SCHEME)})://"
+    rf"(?P<host>{HOST_LABEL_PATTERN}(?:\.{HOST_LABEL_PATTERN})*|\[(?P<ipv6>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{{1,5}})"
 )
 _MAX_ADDRESS_LENGTH = 1024
-_LOCAL_NAME = "localhost"
+_LOCALHOST = "localhost"
 
 
 def is_url(name: object) -> bool:
@@ -43,47 +65,52 @@ def is_url(name: object) -> bool:
     return "://" in str(name)
 
 
-def checked_url(url: str) -> str:
+def validate_address(url: str) -> str:
     """Return an address such as grpc://127.0.0.1:7077, or grpc+tls://host7:7077 with keys, as it is.
 
     Raises MesetaError for anything else.
     """
-    host_and_port(url)
+    parse_address(url)
     return url
 
 
-def host_and_port(url: str) -> tuple[str, int]:
-    """Host, without brackets, and port of an address. Raises MesetaError like `checked_url`."""
-    match = _ADDRESS.fullmatch(url) if len(url) <= _MAX_ADDRESS_LENGTH else None
+def parse_address(url: str) -> tuple[str, int]:
+    """Host, without brackets, and port of an address. Raises MesetaError like `validate_address`."""
+    match = _ADDRESS_PATTERN.fullmatch(url) if len(url) <= _MAX_ADDRESS_LENGTH else None
     if match is not None and 0 < int(match["port"]) < 1 << 16 and (not match["ipv6"] or _is_ip(match["ipv6"])):
         return match["ipv6"] or match["host"], int(match["port"])
-    raise MesetaError(f"readers: an address is {PLAIN}://HOST:PORT, or {ENCRYPTED}://HOST:PORT, got {shown(url)}")
+    raise MesetaError(
+        f"readers: an address is {PLAIN_SCHEME}://HOST:PORT, or {ENCRYPTED_SCHEME}://HOST:PORT, got {format_value(url)}"
+    )
 
 
 def check_encryption(url: str, *, has_keys: bool) -> None:
     """Raise MesetaError unless an address is encrypted where there are keys, and only there."""
-    if url.startswith(f"{ENCRYPTED}://") == has_keys:
+    if url.startswith(f"{ENCRYPTED_SCHEME}://") == has_keys:
         return
     if has_keys:
-        way = f"with keys an address is {ENCRYPTED}://HOST:PORT; start it with --keys, or leave the keys out here"
+        way = (
+            f"with keys an address is {ENCRYPTED_SCHEME}://HOST:PORT; start it with --keys, or leave the keys out here"
+        )
     else:
         way = "it takes keys; name their folder, by --keys DIR or data.service.keys=DIR (`meseta readers keys`)"
-    raise MesetaError(f"readers: {shown(url)}: {way}")
+    raise MesetaError(f"readers: {format_value(url)}: {way}")
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host."""
-    return host == _LOCAL_NAME or (_is_ip(host) and ip_address(host).is_loopback)
+    return host == _LOCALHOST or (_is_ip(host) and ip_address(host).is_loopback)
 
 
 def check_reachable(url: str, *, has_keys: bool) -> None:
     """Raise MesetaError unless an address is valid, encrypted as it must be, and of this machine if there are no
     keys."""
-    host, _ = host_and_port(url)
+    host, _ = parse_address(url)
     check_encryption(url, has_keys=has_keys)
     if not has_keys and not is_loopback(host):
         raise MesetaError(
-            f"readers: {shown(url)}: without keys an address is one of this machine, such as 127.0.0.1; make keys with "
+            f"readers: {format_value(url)}: without keys an address is one of this machine, such as 127.0.0.1; make "
+            f"keys with "
             "`meseta readers keys DIR`, and give --keys DIR, or data.service.keys=DIR"
         )
 
@@ -97,49 +124,51 @@ def _is_ip(text: str) -> bool:
 
 
 @contextmanager
-def remote_errors(what: str, url: str, verb: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def wrap_remote_errors(
+    what: str, url: str, verb: str, *, passthrough: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turn what file systems raise for the `url` of `what`, such as a source that cannot be `verb` "read", into one
-    MesetaError that names it; each file system has exceptions of its own. Those of `but` stay what they are."""
+    MesetaError that names it; each file system has exceptions of its own. Those of `passthrough` stay what they are."""
     try:
         yield
     except MesetaError:
         raise
-    except but:
+    except passthrough:
         raise
     except ImportError as error:
         scheme = url.partition("://")[0].rpartition("::")[2]
-        package = _EXTRAS.get(scheme, f"fsspec[{scheme}]")
+        package = _PACKAGES.get(scheme, f"fsspec[{scheme}]")
         detail = " ".join(str(error).split())
         raise MesetaError(
             f"{what} {url!r}: {scheme}:// needs a package that is not installed ({detail}); pip install '{package}'"
         ) from None
     except Exception as error:
         raise StorageError(
-            f"{what} {url!r} cannot be {verb} ({one_line(error)}); check the URL, the network and the credentials"
+            f"{what} {url!r} cannot be {verb} ({error_summary(error)}); check the URL, the network and the credentials"
         ) from None
 
 
 @dataclass(frozen=True)
-class Status:
+class FileStatus:
     """What is known of a file before it is read."""
 
     size_bytes: int | None
     """None where its server does not tell."""
-    changed: str
+    change_stamp: str
     """When it was written last, as its file system tells; may be empty."""
     is_folder: bool
 
 
-class FoundFile(NamedTuple):
+class MatchedFile(NamedTuple):
     """A file that a name or a pattern means."""
 
     name: str
-    inner: str
+    relative_path: str
     """Its path below the folder that was named, or that the pattern names before its first wildcard; empty if the file
     was named itself."""
 
 
-def find(pattern: str) -> list[FoundFile]:
+def find_files(pattern: str) -> list[MatchedFile]:
     """Return the file of this name or all files in the folder of this name, else those that match it as a pattern, in
     order of path; URLs for a URL.
 
@@ -147,53 +176,53 @@ def find(pattern: str) -> list[FoundFile]:
     Raises MesetaError if its file system cannot be reached or is not installed, OSError for an unreadable local folder.
     """
     if is_url(pattern):
-        with remote_errors("source", pattern, "read"):
+        with wrap_remote_errors("source", pattern, "read"):
             return sorted({*_find_remote(pattern)})
     # A name that exists is itself, even where it holds the signs of a pattern.
     if Path(pattern).exists():
         matches, start = [pattern], len(pattern)
     else:
-        matches, start = glob.glob(pattern, recursive=True), len(_without_wildcards(pattern))
-    found: set[FoundFile] = set()
+        matches, start = glob.glob(pattern, recursive=True), len(_literal_prefix(pattern))
+    found: set[MatchedFile] = set()
     for match in matches:
         paths: Iterable[str] = [match]
         if os.path.isdir(match):
-            paths = _files_below(match) if match == pattern or not _is_skipped(match) else ()
-        found.update(FoundFile(path, path[start:].strip("/")) for path in paths)
+            paths = _walk_files(match) if match == pattern or not _is_hidden(match) else ()
+        found.update(MatchedFile(path, path[start:].strip("/")) for path in paths)
     return sorted(found)
 
 
-def _find_remote(url: str) -> Iterator[FoundFile]:
+def _find_remote(url: str) -> Iterator[MatchedFile]:
     system, path = _filesystem(url)
     if "::" in url and system.exists(path):
-        yield FoundFile(url, "")
+        yield MatchedFile(url, "")
         return
     if system.exists(path):
         start, entries = path, {path: system.info(path)}
     else:
-        start = _without_wildcards(path)
+        start = _literal_prefix(path)
         entries = system.glob(path, detail=True) if glob.has_magic(path) else {}
     for match, info in entries.items():
         paths = [match]
         if info.get("type") == "directory":
-            paths = list(_find_files(system, match)) if match == path or not _is_skipped(match) else []
+            paths = list(_find_files(system, match)) if match == path or not _is_hidden(match) else []
         for name in paths:
             below = name.strip("/")[len(match.strip("/")) + 1 :]
-            if not any(map(_is_skipped, below.split("/"))):
-                yield FoundFile(system.unstrip_protocol(name), name.strip("/")[len(start.strip("/")) :].strip("/"))
+            if not any(map(_is_hidden, below.split("/"))):
+                yield MatchedFile(system.unstrip_protocol(name), name.strip("/")[len(start.strip("/")) :].strip("/"))
 
 
-def _without_wildcards(pattern: str) -> str:
+def _literal_prefix(pattern: str) -> str:
     """The folders of a pattern before its first wildcard."""
     parts = pattern.split("/")
     return "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), parts))
 
 
-def _is_skipped(path: str) -> bool:
-    return _last(path).startswith(("_", "."))
+def _is_hidden(path: str) -> bool:
+    return _base_name(path).startswith(("_", "."))
 
 
-def _files_below(folder: str) -> Iterator[str]:
+def _walk_files(folder: str) -> Iterator[str]:
     """Files in a folder and in those below it, each folder once. Links to folders elsewhere are followed."""
 
     def fail(error: OSError) -> None:
@@ -209,27 +238,27 @@ def _files_below(folder: str) -> Iterator[str]:
             folders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
-        chosen = [name for name in sorted(folders) if not _is_skipped(name)]
+        chosen = [name for name in sorted(folders) if not _is_hidden(name)]
         folders[:] = [name for name in chosen if not is_read_elsewhere(os.path.join(path, name))]
-        yield from (os.path.join(path, name) for name in names if not _is_skipped(name))
+        yield from (os.path.join(path, name) for name in names if not _is_hidden(name))
 
 
-def status(name: str) -> Status:
+def file_status(name: str) -> FileStatus:
     """Size and time of change. Raises OSError of a local file, MesetaError of a URL."""
     if not is_url(name):
         found = Path(name).stat()
-        return Status(found.st_size, str(found.st_mtime_ns), Path(name).is_dir())
-    with remote_errors("source", name, "read"):
+        return FileStatus(found.st_size, str(found.st_mtime_ns), Path(name).is_dir())
+    with wrap_remote_errors("source", name, "read"):
         system, path = _filesystem(name)
         info = system.info(path)
-    changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
-    return Status(info.get("size"), changed, info.get("type") == "directory")
+    changed = next((str(info[key]) for key in _CHANGE_STAMP_KEYS if info.get(key)), "")
+    return FileStatus(info.get("size"), changed, info.get("type") == "directory")
 
 
 def open_file(name: str) -> Any:
     """A file to read, in bytes and from any place of it.
 
-    Raises OSError, or of a URL what its file system raises: see `remote_errors`.
+    Raises OSError, or of a URL what its file system raises: see `wrap_remote_errors`.
     """
     if not is_url(name):
         return open(name, "rb")
@@ -237,7 +266,7 @@ def open_file(name: str) -> Any:
     return system.open(path, "rb")
 
 
-def refuse_url(what: str, path: Path) -> None:
+def check_not_url(what: str, path: Path) -> None:
     """Raises MesetaError where a URL was given for a folder that must be local; Path has made s3:/ of s3://."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise MesetaError(
@@ -255,16 +284,23 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 Location = Union["Path", "RemotePath"]
 """A folder or file of this machine, or at a URL."""
-PART_BYTES = 8 << 20
+UPLOAD_PART_BYTES = 8 << 20
 """Of a larger file, uploaded at a time, several at once; object stores take no smaller ones than 5 MiB."""
-WAITS_S = (1.0, 2.0, 4.0)
+RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 """Between attempts, beside those that a file system makes by itself."""
-_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+)
 """What comes again however often a request is sent; so do errors of arguments and values."""
-_LASTING_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+_PERMANENT_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
-def locate(name: Path | RemotePath | str) -> Location:
+def to_location(name: Path | RemotePath | str) -> Location:
     """A path of this machine, which file:// names too, or at another URL."""
     if isinstance(name, Path | RemotePath):
         return name
@@ -273,20 +309,20 @@ def locate(name: Path | RemotePath | str) -> Location:
     return RemotePath(name.rstrip("/")) if is_url(name) else Path(name)
 
 
-def read_document(root: Location, inner: str) -> bytes:
+def read_inner_file(root: Location, inner: str) -> bytes:
     """A file in a folder, whole. Raises OSError, as where a link leads out of the folder, and for one that has more
-    than DOCUMENT_BYTES; MesetaError where a URL is out of reach."""
+    than MAX_DOCUMENT_BYTES; MesetaError where a URL is out of reach."""
     if isinstance(root, Path):
-        return read_bounded(inside(root, inner))
-    content = (root / inner).read(0, DOCUMENT_BYTES + 1)
-    if len(content) > DOCUMENT_BYTES:
-        raise too_long(str(root / inner), DOCUMENT_BYTES)
+        return read_bounded(resolve_inside(root, inner))
+    content = (root / inner).read(0, MAX_DOCUMENT_BYTES + 1)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise file_too_long_error(str(root / inner), MAX_DOCUMENT_BYTES)
     return content
 
 
 def location_exists(place: Location) -> bool:
     """Whether a file or folder is there. Raises OSError or StorageError if that cannot be told."""
-    return is_there(place) if isinstance(place, Path) else place.exists()
+    return path_exists(place) if isinstance(place, Path) else place.exists()
 
 
 def location_is_folder(place: Location) -> bool:
@@ -294,12 +330,12 @@ def location_is_folder(place: Location) -> bool:
     return is_folder(place) if isinstance(place, Path) else place.is_dir()
 
 
-def changed_s(file: Location) -> float:
+def modification_time_s(file: Location) -> float:
     """When a file was written, in seconds of the Unix clock; 0 where its store does not tell. Raises OSError."""
     if isinstance(file, Path):
         return file.stat().st_mtime
     info = file.info()
-    stamp: Any = next((info[key] for key in _CHANGED if info.get(key)), 0.0)
+    stamp: Any = next((info[key] for key in _CHANGE_STAMP_KEYS if info.get(key)), 0.0)
     with suppress(ValueError, TypeError):
         if isinstance(stamp, str):
             stamp = datetime.fromisoformat(stamp)
@@ -340,7 +376,7 @@ class RemotePath:
 
     def check_installed(self) -> None:
         """Raise MesetaError, naming the package, where the file system of such URLs is not installed."""
-        _system_of(self.url)
+        _checked_filesystem(self.url)
 
     def exists(self) -> bool:
         """Whether a file or folder is there."""
@@ -364,22 +400,22 @@ class RemotePath:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.url)
         return int(info["size"])
 
-    def names(self) -> dict[str, bool]:
+    def entries(self) -> dict[str, bool]:
         """Whether each entry of this folder is a folder itself, by name; empty if this folder is missing."""
         with suppress(FileNotFoundError):
             listed = self._request("read", lambda system, path: system.ls(path, detail=True))
-            return {_last(entry["name"]): entry.get("type") == "directory" for entry in listed}
+            return {_base_name(entry["name"]): entry.get("type") == "directory" for entry in listed}
         return {}
 
     def folders(self) -> list[str]:
         """Names of the folders in this one; none where it is not there."""
-        return sorted(name for name, is_folder in self.names().items() if is_folder)
+        return sorted(name for name, is_folder in self.entries().items() if is_folder)
 
     def files(self) -> dict[str, int]:
         """Bytes of every file below this folder, by its path from here; none where it is not there."""
-        return {name: size for name, (size, _) in self.stamped_files().items()}
+        return {name: size for name, (size, _) in self.files_with_stamps().items()}
 
-    def stamped_files(self) -> dict[str, tuple[int, str]]:
+    def files_with_stamps(self) -> dict[str, tuple[int, str]]:
         """Return (bytes, stamp) of every file below this folder, by path from here.
 
         A file whose stamp is unchanged has not been written since. A store that reports neither a time nor an ETag
@@ -387,8 +423,11 @@ class RemotePath:
         """
         with suppress(FileNotFoundError):
             found: dict[str, Any] = self._request("read", _find_files)
-            start = len(_system_of(self.url)[1].strip("/")) + 1
-            return {name.strip("/")[start:]: (int(info.get("size") or 0), _stamp(info)) for name, info in found.items()}
+            start = len(_checked_filesystem(self.url)[1].strip("/")) + 1
+            return {
+                name.strip("/")[start:]: (int(info.get("size") or 0), _change_stamp(info))
+                for name, info in found.items()
+            }
         return {}
 
     def read(self, start: int, end: int) -> bytes:
@@ -401,7 +440,7 @@ class RemotePath:
         whole = bytes(content)
 
         def put(system: Any, path: str) -> None:
-            parts = {"chunksize": PART_BYTES} if system.async_impl else {}
+            parts = {"chunksize": UPLOAD_PART_BYTES} if system.async_impl else {}
             system.pipe_file(path, whole, mode="create", **parts)
 
         gone = None
@@ -410,35 +449,35 @@ class RemotePath:
                 self._request("written", put)
                 return
             except FileExistsError:
-                if not self._holds(whole):
+                if not self._has_content(whole):
                     raise
                 return
             except FileNotFoundError as error:  # the upload has ended before: it was made whole, or given up
-                if self._holds(whole):
+                if self._has_content(whole):
                     return
                 gone = error
-        with remote_errors("checkpoint", self.url, "written"):
+        with wrap_remote_errors("checkpoint", self.url, "written"):
             assert gone is not None
             raise gone
 
-    def _holds(self, content: bytes) -> bool:
+    def _has_content(self, content: bytes) -> bool:
         """Whether a file is there, and what is in it."""
         with suppress(FileNotFoundError):
             return self.num_bytes() == len(content) and self.read(0, len(content)) == content
         return False
 
-    def delete(self, *, below: bool = False) -> None:
-        """A file, or with `below` a folder and all in it; nothing where it is not there."""
+    def delete(self, *, recursive: bool = False) -> None:
+        """A file, or with `recursive` a folder and all in it; nothing where it is not there."""
         with suppress(FileNotFoundError):
-            if below:
+            if recursive:
                 self._request("written", lambda system, path: system.rm(path, recursive=True))
             else:
                 self._request("written", lambda system, path: system.rm_file(path))
 
-    def drop_uploads(self) -> None:
+    def abort_uploads(self) -> None:
         """Give up all uploads of files below this folder that nobody has finished; the parts of one take up room, and
         stay for ever, where a store of S3's kind is not told to remove them."""
-        system, path = _system_of(self.url)
+        system, path = _checked_filesystem(self.url)
         if not hasattr(system, "call_s3"):
             return
         bucket, _, prefix = path.strip("/").partition("/")
@@ -464,26 +503,28 @@ class RemotePath:
 
     def _request(self, verb: str, send: Callable[[Any, str], Any]) -> Any:
         """What `send` returns of the file system and the path in it; tried again where that may help."""
-        with remote_errors("checkpoint", self.url, verb, but=(FileNotFoundError, FileExistsError, IsADirectoryError)):
-            system, path = _system_of(self.url)
-            for wait_s in (*WAITS_S, None):
+        with wrap_remote_errors(
+            "checkpoint", self.url, verb, passthrough=(FileNotFoundError, FileExistsError, IsADirectoryError)
+        ):
+            system, path = _checked_filesystem(self.url)
+            for wait_s in (*RETRY_DELAYS_S, None):
                 system.invalidate_cache()  # others write there too
                 try:
-                    with waiting_for(self.url, "read" if verb == "read" else "write", _transfer_thread(system)):
+                    with track_request(self.url, "read" if verb == "read" else "write", _transfer_thread(system)):
                         return send(system, path)
                 except Exception as error:
-                    if _is_there(error):
+                    if _is_exists_error(error):
                         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url) from None
                     if isinstance(error, FileNotFoundError):
-                        raise FileNotFoundError(errno.ENOENT, one_line(error), self.url) from None
-                    if wait_s is None or _lasts(error):
+                        raise FileNotFoundError(errno.ENOENT, error_summary(error), self.url) from None
+                    if wait_s is None or _is_permanent(error):
                         raise
                 time.sleep(wait_s)
         raise AssertionError
 
 
-def _system_of(url: str) -> tuple[Any, str]:
-    with remote_errors("checkpoint", url, "used"):
+def _checked_filesystem(url: str) -> tuple[Any, str]:
+    with wrap_remote_errors("checkpoint", url, "used"):
         return _filesystem(url)
 
 
@@ -519,22 +560,22 @@ def _transfer_thread(system: Any) -> int | None:
     return None if thread is None else thread.native_id
 
 
-def _stamp(info: Mapping[str, Any]) -> str:
-    return " ".join(str(info[key]) for key in _CHANGED if info.get(key))
+def _change_stamp(info: Mapping[str, Any]) -> str:
+    return " ".join(str(info[key]) for key in _CHANGE_STAMP_KEYS if info.get(key))
 
 
-def _last(name: object) -> str:
+def _base_name(name: object) -> str:
     return str(name).rstrip("/").rpartition("/")[2]
 
 
-def _lasts(error: Exception) -> bool:
+def _is_permanent(error: Exception) -> bool:
     """Whether the same request would meet the same error again."""
     if isinstance(error, OSError):
-        return isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS
+        return isinstance(error, _PERMANENT_ERRORS) or error.errno in _PERMANENT_ERRNOS
     return isinstance(error, ImportError | ValueError | TypeError | KeyError | NotImplementedError | AttributeError)
 
 
-def _is_there(error: Exception) -> bool:
+def _is_exists_error(error: Exception) -> bool:
     """Whether a store refused to create a file since there is one: some say so by the number of HTTP alone."""
     response = getattr(error.__cause__, "response", None)
     if isinstance(error, FileExistsError) or not isinstance(response, dict):

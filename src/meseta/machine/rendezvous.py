@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from types import TracebackType
 
-from meseta.machine.files import nameless_file
+from meseta.machine.files import anonymous_file
 
-VARIABLE = "MESETA_RENDEZVOUS"
+RENDEZVOUS_VARIABLE = "MESETA_RENDEZVOUS"
 """Names the file to a rank. Where it is not set, torchrun's variables, or the user's, say where the others are."""
-LOOPBACK_INDEX = 1
+LOOPBACK_INTERFACE_INDEX = 1
 """Number of the loopback interface, whatever its name: the first that a system makes."""
 
 
@@ -22,14 +22,14 @@ class Rendezvous:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._file = nameless_file("meseta-rendezvous")
+        self._file = anonymous_file("meseta-rendezvous")
 
     @property
     def descriptor(self) -> int:
         """What a rank inherits: `pass_fds` of its subprocess."""
         return self._file.fileno()
 
-    def variables(self, rank: int) -> dict[str, str]:
+    def environment(self, rank: int) -> dict[str, str]:
         """What a rank finds in its environment, in the words of torchrun."""
         loopback = _loopback()
         return {
@@ -37,7 +37,7 @@ class Rendezvous:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._num_ranks),
             "LOCAL_WORLD_SIZE": str(self._num_ranks),
-            VARIABLE: f"/proc/self/fd/{self.descriptor}",
+            RENDEZVOUS_VARIABLE: f"/proc/self/fd/{self.descriptor}",
             "GLOO_SOCKET_IFNAME": loopback,
             "NCCL_SOCKET_IFNAME": f"={loopback}",  # nccl takes a name alone for the beginning of names
         }
@@ -51,6 +51,6 @@ class Rendezvous:
 
 def _loopback() -> str:
     try:
-        return socket.if_indextoname(LOOPBACK_INDEX)
+        return socket.if_indextoname(LOOPBACK_INTERFACE_INDEX)
     except OSError:  # a system that tells no names
         return "lo"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from meseta.errors import MesetaError
 
-HUNG = 76
+HANG_EXIT_CODE = 76
 """Exit code of a command that was ended because its ranks did not go on."""
-WARN_S = 30.0
+WARN_DELAY_S = 30.0
 """A rank that has waited so long is told of, where it may wait that long."""
-SPARE_S = 120.0
+TRANSPORT_GRACE_S = 120.0
 """How much longer than `stall_s` torch waits: by then a run has ended, with more words than torch has."""
-LONGEST_S = 7 * 86400.0
+MAX_TIMEOUT_S = 7 * 86400.0
 """The longest limit: some of torch's clocks count milliseconds in 32 bits."""
 
 
@@ -29,15 +29,15 @@ class TimeLimits:
     def __post_init__(self) -> None:
         for name, least_s in (("silent_s", 2.0), ("stall_s", 1.0)):
             value = getattr(self, name)
-            if not (math.isfinite(value) and least_s <= value <= LONGEST_S):
-                raise MesetaError(f"comm: {name} must be in {least_s:g}..{LONGEST_S:,.0f} seconds, got {value!r}")
+            if not (math.isfinite(value) and least_s <= value <= MAX_TIMEOUT_S):
+                raise MesetaError(f"comm: {name} must be in {least_s:g}..{MAX_TIMEOUT_S:,.0f} seconds, got {value!r}")
 
     @property
-    def warn_s(self) -> float:
+    def warn_delay_s(self) -> float:
         """When to warn."""
-        return min(WARN_S, self.stall_s / 2)
+        return min(WARN_DELAY_S, self.stall_s / 2)
 
     @property
-    def transport_s(self) -> float:
+    def transport_timeout_s(self) -> float:
         """For torch, in every group."""
-        return self.stall_s + SPARE_S
+        return self.stall_s + TRANSPORT_GRACE_S

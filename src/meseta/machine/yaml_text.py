@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 
 from meseta.errors import MesetaError
-from meseta.machine.files import DOCUMENT_DEPTH, DOCUMENT_VALUES, NUMBER_LENGTH
+from meseta.machine.files import MAX_DOCUMENT_DEPTH, MAX_DOCUMENT_VALUES, MAX_NUMBER_LENGTH
 
-YAML_VALUES = 400_000
+MAX_YAML_VALUES = 400_000
 """The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
 
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys; here the second one is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -31,22 +31,22 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 # YAML 1.1, which PyYAML reads, takes 2e-9 for text, since it has no point; YAML 1.2 and people take it for a number.
-_WITH_EXPONENT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)[eE][-+]?[0-9]+$")
-_UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+.0123456789"))
+_EXPONENT_PATTERN = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)[eE][-+]?[0-9]+$")
+_UniqueKeyLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_PATTERN, list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:
     """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, has a number over
-    NUMBER_LENGTH, or is larger or deeper than a document may be, as its aliases count up to."""
-    if sum(map(text.count, (",", "[", "{", ":", "\n"))) > YAML_VALUES:
-        raise MesetaError(f"it has more than {YAML_VALUES:,} values")
+    MAX_NUMBER_LENGTH, or is larger or deeper than a document may be, as its aliases count up to."""
+    if sum(map(text.count, (",", "[", "{", ":", "\n"))) > MAX_YAML_VALUES:
+        raise MesetaError(f"it has more than {MAX_YAML_VALUES:,} values")
     try:
-        loader = _UniqueKeys(text)  # a SafeLoader: it builds plain data only
+        loader = _UniqueKeyLoader(text)  # a SafeLoader: it builds plain data only
         try:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _measure(node, {})
+            _check_size(node, {})
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -59,24 +59,25 @@ def parse_yaml(text: str) -> Any:
         raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _check_size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """The number of values of a node and its depth, where every alias stands for all of what it names; `known` caches
     both by the id of the node. Raises MesetaError for too many, too deep ones, and for a number that is too long."""
     if not isinstance(node, yaml.CollectionNode):
-        if node.tag in _NUMBERS and len(node.value) > NUMBER_LENGTH:
+        if node.tag in _NUMBER_TAGS and len(node.value) > MAX_NUMBER_LENGTH:
             raise MesetaError(
-                f"it is not YAML: a number of more than {NUMBER_LENGTH} characters, in line {node.start_mark.line + 1}"
+                f"it is not YAML: a number of more than {MAX_NUMBER_LENGTH} characters, in line "
+                f"{node.start_mark.line + 1}"
             )
         return 1, 0
     if id(node) not in known:
-        known[id(node)] = (DOCUMENT_VALUES, 0)  # what is met on the way down again holds itself
+        known[id(node)] = (MAX_DOCUMENT_VALUES, 0)  # what is met on the way down again holds itself
         inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
-        measured = [_measure(i, known) for i in inner]
+        measured = [_check_size(i, known) for i in inner]
         depth = 1 + max((depth for _, depth in measured), default=0)
         known[id(node)] = (1 + sum(count for count, _ in measured), depth)
     count, depth = known[id(node)]
-    if count > DOCUMENT_VALUES:
-        raise MesetaError(f"it is not YAML: its aliases stand for more than {DOCUMENT_VALUES:,} values")
-    if depth > DOCUMENT_DEPTH:
+    if count > MAX_DOCUMENT_VALUES:
+        raise MesetaError(f"it is not YAML: its aliases stand for more than {MAX_DOCUMENT_VALUES:,} values")
+    if depth > MAX_DOCUMENT_DEPTH:
         raise MesetaError("it is not YAML: it is nested too deeply")
     return count, depth

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def use_num_threads(count: int) -> Iterator[None]:
     """Within the block torch, and so the compiled core, uses `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from meseta.machine.environment_variables import environ
+from meseta.machine.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
 from meseta.machine.processors import num_cores
-from meseta.machine.system import System, read_limits, total_memory_bytes
-from meseta.machine.variables import variables
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, DeviceKind, Link, MesetaError, Topology
 
-LEFT_TO_OTHERS = 0.1
+RESERVED_MEMORY_SHARE = 0.1
 """Share of a host's memory that is left to the system, to torch and to reading."""
 
 
 @dataclass(frozen=True)
-class Gpus:
+class GpuInfo:
     """What torch says of the GPUs of this host."""
 
     name: str
@@ -28,7 +28,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Detected:
+class DetectedTopology:
     """A topology, and where its numbers come from."""
 
     topology: Topology
@@ -36,16 +36,16 @@ class Detected:
     """A line for each kind of number."""
 
 
-def detect(
+def detect_topology(
     *,
     num_devices: int | None = None,
     device: DeviceKind | None = None,
     folder: Path = Path(),
     cost_model: CostModel | None = None,
-    gpus: Gpus | None = None,
-    system: System | None = None,
-    environment: Mapping[str, str] = variables,
-) -> Detected:
+    gpus: GpuInfo | None = None,
+    system: KernelFiles | None = None,
+    environment: Mapping[str, str] = environ,
+) -> DetectedTopology:
     """Look at this machine; a run under torchrun tells how many hosts and devices there are, which are taken as equal.
 
     Args:
@@ -60,16 +60,16 @@ def detect(
 
     Raises MesetaError for an unknown kind of GPU, and where the system does not tell its memory.
     """
-    system = system or System()
-    kind = device or _kind(gpus)
+    system = system or KernelFiles()
+    kind = device or _device_kind(gpus)
     world, local = (int(environment.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     per_host = num_devices or local or (gpus.count if gpus and kind != "cpu" else num_cores())
     hosts = max(world // local, 1) if world and local else 1
-    limits = read_limits(system)
+    limits = read_cgroup_limits(system)
     total = total_memory_bytes(system, limits)
     if total is None:
         raise MesetaError("topology detect: the system does not tell its memory; write the topology by hand")
-    usable = int(total * (1.0 - LEFT_TO_OTHERS))
+    usable = int(total * (1.0 - RESERVED_MEMORY_SHARE))
     on_gpu = gpus is not None and kind != "cpu"
     links, about_links = _links(cost_model, kind, hosts)
     topology = Topology(
@@ -82,24 +82,26 @@ def detect(
         inside=links[0],
         across=links[1],
     )
-    memory = "of the GPU" if on_gpu else f"{1 - LEFT_TO_OTHERS:.0%} of this host's DRAM, shared by {per_host} ranks"
+    memory = (
+        "of the GPU" if on_gpu else f"{1 - RESERVED_MEMORY_SHARE:.0%} of this host's DRAM, shared by {per_host} ranks"
+    )
     notes = (
         f"{hosts} x {per_host} devices: " + ("as torchrun started them" if world and local else "of this machine"),
         f"hbm_bytes: {memory}" + (", as its control group limits it" if limits.memory_bytes else ""),
         f"disk_bytes: free on the disk of {str(folder.resolve())!r}",
         about_links,
     )
-    return Detected(topology, notes)
+    return DetectedTopology(topology, notes)
 
 
-def find_gpus() -> Gpus | None:
+def find_gpus() -> GpuInfo | None:
     """Those that torch sees; None where there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     own = torch.cuda.get_device_properties(0)
-    return Gpus(name=own.name, count=torch.cuda.device_count(), memory_bytes=own.total_memory)
+    return GpuInfo(name=own.name, count=torch.cuda.device_count(), memory_bytes=own.total_memory)
 
 
 def gpu_kind(name: str) -> DeviceKind | None:
@@ -108,7 +110,7 @@ def gpu_kind(name: str) -> DeviceKind | None:
     return next((kind for kind in kinds if kind in name.lower()), None)
 
 
-def _kind(gpus: Gpus | None) -> DeviceKind:
+def _device_kind(gpus: GpuInfo | None) -> DeviceKind:
     if gpus is None:
         return "cpu"
     kind = gpu_kind(gpus.name)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.jagged.shapes import Float
-from meseta.models.layers import BlankLinear
+from meseta.models.layers import SkipInitLinear
 from meseta.ops.product import batched_product
 from meseta.ops.sums import softmax
 
@@ -22,7 +22,9 @@ class InteractingLayer(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         width = num_heads * head_width
-        self.query, self.key, self.value, self.residual = (BlankLinear(num_inputs, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.residual = (
+            SkipInitLinear(num_inputs, width, bias=False) for _ in range(4)
+        )
 
     def extra_repr(self) -> str:
         """Shown with the module."""
@@ -36,11 +38,11 @@ class InteractingLayer(nn.Module):
         query, key, value = (
             layer(flat).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # [B, heads, M, head_width]
-        attention = softmax(_products(query, key.transpose(2, 3)))
-        mixed = _products(attention, value).transpose(1, 2).flatten(2)
+        attention = softmax(_batched_matmul(query, key.transpose(2, 3)))
+        mixed = _batched_matmul(attention, value).transpose(1, 2).flatten(2)
         return functional.relu(mixed + self.residual(flat).view_as(mixed))
 
 
-def _products(a: Float[Tensor, "B heads M K"], b: Float[Tensor, "B heads K N"]) -> Float[Tensor, "B heads M N"]:
+def _batched_matmul(a: Float[Tensor, "B heads M K"], b: Float[Tensor, "B heads K N"]) -> Float[Tensor, "B heads M N"]:
     """a b of each sample and head."""
     return batched_product(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
-from meseta.embedding.flight import Flight
+from meseta.embedding.batch_context import BatchContext
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.layers import MLPOptions, check_dense, check_pooled, pooled_dims
@@ -19,7 +19,7 @@ from meseta.spec import MesetaError, TableSpec
 
 
 @dataclass(frozen=True)
-class ModelRequest:
+class ModelBuildArgs:
     """What a model of this package is built from, beside its section of a config."""
 
     embeddings: nn.Module
@@ -35,16 +35,16 @@ class ModelRequest:
 
 
 @dataclass(frozen=True)
-class OfDense:
+class DenseActivations:
     """What a model has made of its dense inputs alone, for `score`."""
 
-    x: Any
-    """As `ScoringModel.of_dense` returns it."""
+    value: Any
+    """As `ScoringModel.encode_dense` returns it."""
 
 
 class ScoringModel(nn.Module, ABC):
-    """`forward` looks up and scores; a pipeline looks up by itself and calls `before` while embeddings travel, and
-    `score` when they are there."""
+    """`forward` looks up and scores; a pipeline looks up by itself and calls `forward_dense` while embeddings travel,
+    and `score` when they are there."""
 
     def __init__(self, embeddings: nn.Module, num_dense: int) -> None:
         """Hold `embeddings`, a module with `tables` and `features` whose call returns an object with `pooled.values`
@@ -61,44 +61,46 @@ class ScoringModel(nn.Module, ABC):
         self._pooled_dtype = torch.float64 if any(table.dtype == "float64" for table in tables) else torch.float32
 
     def forward(
-        self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor | Flight[Any]
+        self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor | BatchContext[Any]
     ) -> Float[Tensor, " B *T"]:
         """Logits of the click probability; dense inputs are cast to the type of the embeddings. `sparse` may be what
         `meseta.ahead` puts in its place."""
-        return self.score(dense, readable(self, self.embeddings(sparse)))
+        return self.score(dense, select_score_input(self, self.embeddings(sparse)))
 
-    def before(self, dense: Float[Tensor, "B num_dense"]) -> OfDense:
+    def forward_dense(self, dense: Float[Tensor, "B num_dense"]) -> DenseActivations:
         """What needs no embeddings, computed while they travel; `score` takes it in place of the dense inputs.
 
         Raises MesetaError for inputs of another width than the model was built for.
         """
         check_dense(type(self).__name__, dense, self.num_dense)
-        return OfDense(self.of_dense(dense.to(self._pooled_dtype)))
+        return DenseActivations(self.encode_dense(dense.to(self._pooled_dtype)))
 
     def score(
-        self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"]
+        self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"]
     ) -> Float[Tensor, " B *T"]:
         """Logits from embeddings that were looked up: [B], or [B, T] where a model has several tasks. `dense` are the
-        inputs themselves, or what `before` made of them.
+        inputs themselves, or what `forward_dense` made of them.
 
         Raises MesetaError for inputs of other widths than the model was built for.
         """
-        return self.logits(self.read(dense, pooled), pooled)
+        return self.logits(self.resolve_dense(dense, pooled), pooled)
 
-    def read(self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"]) -> Any:
+    def resolve_dense(
+        self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"]
+    ) -> Any:
         """What `logits` reads beside `pooled`, of either that `score` takes. Raises MesetaError as it does."""
         check_pooled(type(self).__name__, pooled, self.pooled_width)
-        if isinstance(dense, OfDense):
-            return dense.x
+        if isinstance(dense, DenseActivations):
+            return dense.value
         check_dense(type(self).__name__, dense, self.num_dense)
-        return self.of_dense(dense.to(pooled.dtype))
+        return self.encode_dense(dense.to(pooled.dtype))
 
     @property
-    def reads_dense_alone(self) -> bool:
+    def has_dense_layers(self) -> bool:
         """Whether the model has layers that read dense inputs alone; without such inputs none has."""
-        return self.num_dense > 0 and type(self).of_dense is not ScoringModel.of_dense
+        return self.num_dense > 0 and type(self).encode_dense is not ScoringModel.encode_dense
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
         """What layers that read dense inputs alone make of them, given in the type of the embeddings; the inputs
         themselves where a model has no such layer."""
         return dense
@@ -110,25 +112,27 @@ class ScoringModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, x: Any, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """What `score` returns, of what `of_dense` has returned."""
+        """What `score` returns, of what `encode_dense` has returned."""
 
 
-def before_of(model: Any) -> Callable[[Tensor], Any] | None:
-    """`model.before`, what it makes of dense inputs alone and its `score` takes in their place; None where there is
-    none, where it would compute nothing, or where a class has a `score` of its own below the one that knows it: that
+def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
+    """`model.forward_dense`, what it makes of dense inputs alone and its `score` takes in their place; None where there
+    is none, where it would compute nothing, or where a class has a `score` of its own below the one that knows it: that
     expects the inputs."""
-    if not getattr(model, "reads_dense_alone", True):
+    if not getattr(model, "has_dense_layers", True):
         return None
     order = type(model).__mro__
-    places = {name: next((i for i, cls in enumerate(order) if name in vars(cls)), None) for name in ("before", "score")}
-    before, score = places["before"], places["score"]
+    places = {
+        name: next((i for i, cls in enumerate(order) if name in vars(cls)), None) for name in ("forward_dense", "score")
+    }
+    before, score = places["forward_dense"], places["score"]
     if before is None or (score is not None and score < before):
         return None
-    method: Callable[[Tensor], Any] = model.before
+    method: Callable[[Tensor], Any] = model.forward_dense
     return method
 
 
-def readable(model: Any, embeddings: Any) -> Any:
+def select_score_input(model: Any, embeddings: Any) -> Any:
     """What `score` of a model reads of Embeddings: the pooled vectors side by side [B, sum of D_f], or, where it has
     `reads_embeddings`, all that was looked up, with the rows of features that are not pooled."""
     return embeddings if getattr(model, "reads_embeddings", False) else embeddings.pooled.values
@@ -143,11 +147,11 @@ def check_reads_pooled(what: str, model: Any) -> None:
         )
 
 
-GLOBAL = ("global_loss_terms", "global_losses(logits, label, weight)")
+GLOBAL_LOSS_HOOKS = ("global_loss_terms", "global_losses(logits, label, weight)")
 """Names of the terms of a loss of the global batch, and what makes them."""
 
 
-def term_names(
+def loss_term_names(
     model: Any, attribute: str = "loss_terms", method: str = "score_with_losses(dense, pooled, label)"
 ) -> tuple[str, ...]:
     """`model.loss_terms`: of what a model adds to the cross-entropy; none where it has none. Raises MesetaError for

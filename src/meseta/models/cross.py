@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meseta.config.models.interactions import Activation, CrossKind
 from meseta.jagged.shapes import Float
-from meseta.models.initial import fill_normal
-from meseta.models.layers import BlankLinear, check_widths
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import SkipInitLinear, check_widths
 from meseta.ops.mlp import mlp
 from meseta.ops.sums import add_product, softmax
 
@@ -52,7 +52,7 @@ class FullCross(nn.Module):
 
     def __init__(self, num_inputs: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(BlankLinear(num_inputs, num_inputs) for _ in range(num_layers))
+        self.layers = nn.ModuleList(SkipInitLinear(num_inputs, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
@@ -66,8 +66,8 @@ class LowRankCross(nn.Module):
 
     def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
-        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
+        self.down = nn.ModuleList(SkipInitLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(SkipInitLinear(low_rank, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
@@ -90,10 +90,10 @@ class MixtureCross(nn.Module):
         layers, experts, rank = range(shape.num_layers), shape.num_experts, shape.low_rank
         self.rank = rank
         self.activate = ACTIVATIONS[shape.activation]
-        self.gates = nn.ModuleList(BlankLinear(num_inputs, experts, bias=False) for _ in layers)
-        self.down = nn.ModuleList(BlankLinear(num_inputs, experts * rank, bias=False) for _ in layers)
+        self.gates = nn.ModuleList(SkipInitLinear(num_inputs, experts, bias=False) for _ in layers)
+        self.down = nn.ModuleList(SkipInitLinear(num_inputs, experts * rank, bias=False) for _ in layers)
         self.inner = nn.ParameterList(torch.empty(experts, rank, rank) for _ in layers)
-        self.up = nn.ModuleList(BlankLinear(experts * rank, num_inputs) for _ in layers)
+        self.up = nn.ModuleList(SkipInitLinear(experts * rank, num_inputs) for _ in layers)
 
     def extra_repr(self) -> str:
         """Shown with the module."""
@@ -108,7 +108,7 @@ class MixtureCross(nn.Module):
             x = add_product(x, x0, up(gated.flatten(1)))
         return x
 
-    def fill(self, seed: int, name: str) -> None:
+    def fill_inner(self, seed: int, name: str) -> None:
         """Initial weights of the matrices C, as `fill_linear` has those of layers; `name` is that of the network."""
         for index, inner in enumerate(self.inner):
             fill_normal(inner, math.sqrt(1.0 / self.rank), seed, f"{name}.inner.{index}")
@@ -119,8 +119,8 @@ class GatedCross(nn.Module):
 
     def __init__(self, num_inputs: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(BlankLinear(num_inputs, num_inputs) for _ in range(num_layers))
-        self.gates = nn.ModuleList(BlankLinear(num_inputs, num_inputs, bias=False) for _ in range(num_layers))
+        self.layers = nn.ModuleList(SkipInitLinear(num_inputs, num_inputs) for _ in range(num_layers))
+        self.gates = nn.ModuleList(SkipInitLinear(num_inputs, num_inputs, bias=False) for _ in range(num_layers))
 
     def forward(self, c0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         c = c0

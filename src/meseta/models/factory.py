@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from meseta.config import ModelConfig
-from meseta.config.models import LayeredModelConfig, OwnModelConfig, model_sections
-from meseta.models.base import ModelRequest
+from meseta.config.models import CustomModelConfig, LayeredModelConfig, model_sections
+from meseta.models.base import ModelBuildArgs
+from meseta.models.custom import make_custom_model
 from meseta.models.layers import HiddenLayers, MLPOptions
-from meseta.models.own import make_own_model
 from meseta.models.registry import MODELS
 from meseta.spec import MesetaError
 from meseta.spec.tables import DenseDtype
@@ -28,15 +28,15 @@ def make_model(
 
     `dtype` is the type of the dense part's activations; models that have no MLP do without. The weights are a function
     of (seed, parameter name, shape) alone. Raises MesetaError where several labels meet a model that predicts one,
-    as the constructors do, and as `make_own_model` does for a name that is an import path.
+    as the constructors do, and as `make_custom_model` does for a name that is an import path.
     """
-    if isinstance(config, OwnModelConfig):
+    if isinstance(config, CustomModelConfig):
         if dtype != "float32":
             raise MesetaError(
                 f"model.name {config.name!r}: dense.dtype {dtype!r} is for the models of this package; a model of your "
                 "own decides by itself, for example by model.options"
             )
-        return make_own_model(
+        return make_custom_model(
             config.name, embeddings, num_dense=num_dense, labels=labels, seed=seed, options=config.options
         )
     entry = MODELS[type(config)]
@@ -48,7 +48,7 @@ def make_model(
         )
     hidden = config if isinstance(config, LayeredModelConfig) else LayeredModelConfig()
     options = MLPOptions(dtype=dtype, dropout=hidden.dropout, batch_norm=hidden.batch_norm, seed=seed)
-    model = entry.build(config, ModelRequest(embeddings, num_dense, len(labels), seed, options))
+    model = entry.build(config, ModelBuildArgs(embeddings, num_dense, len(labels), seed, options))
     num_hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, HiddenLayers))
     if not num_hidden and (options.dropout or options.batch_norm):
         raise MesetaError(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Float
-from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear
 from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
@@ -19,7 +19,7 @@ INITIAL_STD = 0.1
 """Spread of the vectors of dense inputs at the start, as in libFM."""
 
 
-class Fields(nn.Module):
+class FieldVectors(nn.Module):
     """The vectors of all fields: dense input j is x_j v_j with a learned v_j, a sparse feature its pooled rows."""
 
     def __init__(self, num_dense: int, num_sparse: int, width: int, seed: int) -> None:
@@ -34,7 +34,7 @@ class Fields(nn.Module):
         """Those of the dense inputs; those of sparse features come behind them."""
         return dense[..., None] * repeat(self.dense_vectors, dense.shape[0])
 
-    def beside(
+    def concat_sparse(
         self, of_dense: Float[Tensor, "B num_dense D"], pooled: Float[Tensor, "B sum_of_D"]
     ) -> Float[Tensor, "B M D"]:
         """The vectors of all fields."""
@@ -63,23 +63,23 @@ class DenseVector(nn.Module):
         return cast(Tensor, self.mlp(dense, batch)).to(dense.dtype)[:, None]
 
 
-class MixFields(nn.Module):
+class FieldMixer(nn.Module):
     """Linear combinations of fields, element by element of their vectors: y_l = sum_m W_lm x_m [+ b_l]."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.linear = BlankLinear(num_inputs, num_outputs, bias=bias)
+        self.linear = SkipInitLinear(num_inputs, num_outputs, bias=bias)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
-        return self.columns(fields).transpose(1, 2)
+        return self.mix_columns(fields).transpose(1, 2)
 
-    def columns(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B D L"]:
+    def mix_columns(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B D L"]:
         """The same with combinations as columns."""
         rows = fields.transpose(1, 2)
         return cast(Tensor, self.linear(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
 
 
-class FirstOrder(nn.Module):
+class FirstOrderTerm(nn.Module):
     """A bias, a weight per dense input and a weight per id, all added up: a logistic regression inside another model.
 
     Weights of dense inputs and bias start at zero.
@@ -87,7 +87,7 @@ class FirstOrder(nn.Module):
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.dense = BlankLinear(num_dense, 1)
+        self.dense = SkipInitLinear(num_dense, 1)
         with torch.no_grad():
             self.dense.weight.zero_()
             self.dense.bias.zero_()
@@ -97,16 +97,17 @@ class FirstOrder(nn.Module):
         return cast(Tensor, self.dense(dense)).squeeze(1)
 
 
-def equal_width(model: str, dims: Mapping[str, int], at_least: int = 1) -> int:
-    """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below `at_least`."""
+def common_width(model: str, dims: Mapping[str, int], min_width: int = 1) -> int:
+    """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below
+    `min_width`."""
     widest = max(dims, key=lambda feature: dims[feature])
     width = dims[widest]
     for feature, dim in dims.items():
-        if dim != width or dim < at_least:
+        if dim != width or dim < min_width:
             other = f" and {widest!r} {width}" if dim != width else ""
             raise MesetaError(
                 f"{model}: feature {feature!r} has embedding_dim {dim}{other}, but all must have one width, at least "
-                f"{at_least}; give all tables embedding_dim={max(width, at_least)}"
+                f"{min_width}; give all tables embedding_dim={max(width, min_width)}"
             )
     return width
 

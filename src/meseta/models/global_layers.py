@@ -15,7 +15,7 @@ from meseta.jagged.shapes import Bool, Float
 from meseta.ops.random_rows import random_bits, table_key
 from meseta.ops.sums import column_sums
 
-DROPOUT_STEPS = 1 << 16
+DROPOUT_RESOLUTION = 1 << 16
 """Rates are multiples of one over this: every 32 random bits decide about two values."""
 MOMENTUM = 0.1
 """Share of the batch in running statistics, torch's own."""
@@ -23,30 +23,30 @@ EPS = 1e-5
 """Added to variances, torch's own."""
 
 
-def keep_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Bool[Tensor, "B width"]:
+def dropout_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Bool[Tensor, "B width"]:
     """Which values of this rank's samples dropout keeps, each with probability 1 - rate, to within 1 / 2^17.
 
     A function of (seed, layer, step, place of the sample in the global batch, column) alone: Philox4x32-10, see
     meseta.ops.random_rows, under a key of the first three.
     """
     key = table_key(seed, f"dropout/{layer}/{batch.step}")
-    first, size = batch.first_sample, batch.sizes[batch.world.rank]
+    first, size = batch.first_sample, batch.batch_size_per_rank[batch.world.rank]
     num_words = (width + 1) // 2
     words = random_bits(key, (first, first + size), (0, num_words), batch.world.device)
     halves = words.view(torch.int16).view(size, num_words, 4)[..., :2]  # The low 32 of 64 bits, as two numbers.
-    return halves.reshape(size, 2 * num_words)[:, :width] >= _dropped(rate) - DROPOUT_STEPS // 2
+    return halves.reshape(size, 2 * num_words)[:, :width] >= _drop_threshold(rate) - DROPOUT_RESOLUTION // 2
 
 
 def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: BatchSlice) -> Float[Tensor, "B N"]:
-    """x where `keep_mask` keeps it, divided by the probability of that, and 0 elsewhere (Srivastava et al., JMLR 2014,
-    section 10). NaN stays NaN."""
-    kept = keep_mask(rate, seed, layer, batch, x.shape[1])
-    return x * (kept.to(x.dtype) * (DROPOUT_STEPS / (DROPOUT_STEPS - _dropped(rate))))
+    """x where `dropout_mask` keeps it, divided by the probability of that, and 0 elsewhere (Srivastava et al., JMLR
+    2014, section 10). NaN stays NaN."""
+    kept = dropout_mask(rate, seed, layer, batch, x.shape[1])
+    return x * (kept.to(x.dtype) * (DROPOUT_RESOLUTION / (DROPOUT_RESOLUTION - _drop_threshold(rate))))
 
 
-def _dropped(rate: float) -> int:
-    """Of DROPOUT_STEPS numbers, how many mean that a value is dropped; never all."""
-    return min(round(rate * DROPOUT_STEPS), DROPOUT_STEPS - 1)
+def _drop_threshold(rate: float) -> int:
+    """Of DROPOUT_RESOLUTION numbers, how many mean that a value is dropped; never all."""
+    return min(round(rate * DROPOUT_RESOLUTION), DROPOUT_RESOLUTION - 1)
 
 
 class LayerNorm(nn.Module):
@@ -64,18 +64,18 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "B *M N"]) -> Float[Tensor, "B *M N"]:
         """x of the shape that was given, with any dimensions before it."""
-        normal = _normalised(x.to(self.weight.dtype))
+        normal = _normalize(x.to(self.weight.dtype))
         if x.device.type != "cpu" or torch.compiler.is_exporting():
             return (normal * self.weight + self.bias).to(x.dtype)
-        result: Tensor = _Affine.apply(normal, self.weight, self.bias)
+        result: Tensor = _AffineFunction.apply(normal, self.weight, self.bias)
         return result.to(x.dtype)
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
-class _Affine(torch.autograd.Function):
+class _AffineFunction(torch.autograd.Function):
     """normal * weight + bias; the sums of the way back are those of whole columns."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class _Affine(torch.autograd.Function):
         return gradient * weight, of_weight, of_bias
 
 
-class BatchNorm(nn.Module):
+class SyncBatchNorm(nn.Module):
     """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167, algorithms 1 and 2), statistics over the global batch.
 
     Every rank sends mean and sum of squared deviations of its samples; they are joined in float64 in the order of ranks
@@ -119,18 +119,18 @@ class BatchNorm(nn.Module):
         if batch is None:
             scale = self.weight * torch.rsqrt(self.running_var + EPS)
             return ((x.to(scale.dtype) - self.running_mean) * scale + self.bias).to(x.dtype)
-        result: Tensor = _Normalise.apply(x, self.weight, self.bias, self, batch)
+        result: Tensor = _BatchNormFunction.apply(x, self.weight, self.bias, self, batch)
         return result
 
-    def move(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
+    def update_running_stats(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
         """Take a global batch into the running statistics."""
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), MOMENTUM)
 
 
-class _Normalise(torch.autograd.Function):
+class _BatchNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: BatchNorm, batch: BatchSlice) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: SyncBatchNorm, batch: BatchSlice) -> Tensor:
         wide = x.to(weight.dtype)
         mean, squares = _global_moments(wide, batch)
         scale = torch.rsqrt(squares / max(batch.num_samples, 1) + EPS).to(wide.dtype)
@@ -166,7 +166,7 @@ def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
     squares = column_sums((x - mean).square_())
     every = batch.world.all_gather(torch.stack([mean, squares]).double(), "batch norm")
     mean, squares, count = every.new_zeros(x.shape[1]), every.new_zeros(x.shape[1]), 0
-    for size, (other_mean, other_squares) in zip(batch.sizes, every, strict=True):
+    for size, (other_mean, other_squares) in zip(batch.batch_size_per_rank, every, strict=True):
         if size:
             count += size
             away = other_mean - mean

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Float
-from meseta.models.global_layers import BatchNorm, dropout
-from meseta.models.initial import fill_normal
+from meseta.models.global_layers import SyncBatchNorm, dropout
+from meseta.models.initialization import fill_normal
 from meseta.ops.mlp import mlp
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.spec.tables import DenseDtype
 
 
-class BlankLinear(nn.Linear):
+class SkipInitLinear(nn.Linear):
     """A linear layer whose weights the model sets: torch's own start would draw from the global random state.
 
     It computes in the type of its input, by meseta.ops.mlp, where the number of threads changes no bit.
@@ -52,7 +52,7 @@ class MLPOptions:
         if not 0.0 <= self.dropout < 1.0:
             raise MesetaError(f"MLPOptions: dropout must be at least 0 and below 1, got {self.dropout}")
 
-    def in_dtype(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def cast(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """x in the type of the activations."""
         return x.to(torch.bfloat16) if self.dtype == "bfloat16" else x
 
@@ -60,34 +60,34 @@ class MLPOptions:
 class HiddenLayers(nn.Module):
     """A stack of layers, and what its options do to the outputs of those that are hidden."""
 
-    def set_hidden(self, widths: Sequence[int], options: MLPOptions | None, name: str) -> None:
+    def set_hidden_layers(self, widths: Sequence[int], options: MLPOptions | None, name: str) -> None:
         """Hidden layers have `widths` outputs; `name` is the place of the stack in its model, and with the seed the key
         of its dropout masks."""
         self.options = options or MLPOptions()
         self.name = name
         self.num_hidden = len(widths)
         if self.options.batch_norm:
-            self.norms = nn.ModuleList(BatchNorm(width) for width in widths)
+            self.norms = nn.ModuleList(SyncBatchNorm(width) for width in widths)
 
-    def normalise(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
+    def normalize(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
         """Outputs of hidden layer `index` after batch norm, if the options say so; `batch` is what `place` returns."""
-        return cast(BatchNorm, self.norms[index])(x, batch) if self.options.batch_norm else x
+        return cast(SyncBatchNorm, self.norms[index])(x, batch) if self.options.batch_norm else x
 
-    def drop(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
+    def apply_dropout(self, index: int, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
         """Outputs of hidden layer `index` after dropout, if the options say so; `batch` is what `place` returns."""
         if not self.options.dropout or batch is None:
             return x
         return dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
 
-    def place(self, batch: BatchSlice | None, x: Float[Tensor, "B N"]) -> BatchSlice | None:
+    def resolve_batch_slice(self, batch: BatchSlice | None, x: Float[Tensor, "B N"]) -> BatchSlice | None:
         """`batch` while training, where dropout and batch norm read where the samples of x lie, and None otherwise.
 
         Raises MesetaError where they need it and are not told.
         """
         if not self.training or not (self.options.dropout or self.options.batch_norm):
             return None
-        if batch is None or batch.sizes[batch.world.rank] != len(x):
-            known = "nothing" if batch is None else f"{batch.sizes[batch.world.rank]} samples"
+        if batch is None or batch.batch_size_per_rank[batch.world.rank] != len(x):
+            known = "nothing" if batch is None else f"{batch.batch_size_per_rank[batch.world.rank]} samples"
             raise MesetaError(
                 f"{self.name}: dropout and batch norm must know where the {len(x)} samples lie in the global batch, "
                 f"and are told of {known}; look up their embeddings and give embeddings.batch_slice, or call eval()"
@@ -121,34 +121,34 @@ class MLP(HiddenLayers, nn.Sequential):
         for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
             # Batch norm takes a bias away again: its gradient would be rounding alone, which Adam makes into steps.
             has_bias = index == num_hidden or not options.batch_norm
-            layers += [BlankLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
+            layers += [SkipInitLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
         super().__init__(*(layers if relu_last else layers[:-1]))
         self.relu_last = relu_last
-        self.set_hidden(widths[1 : num_hidden + 1], options, name)
+        self.set_hidden_layers(widths[1 : num_hidden + 1], options, name)
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
         """The outputs. In training, dropout and batch norm read from `batch` where the samples lie; collective with it.
 
         Raises MesetaError where they need it and there is none.
         """
-        x = self.options.in_dtype(x)
+        x = self.options.cast(x)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
         if self.options.batch_norm or (self.options.dropout and self.training):
-            placed = self.place(batch, x)
+            placed = self.resolve_batch_slice(batch, x)
             for index in range(self.num_hidden):
-                x = self._hidden(index, x, layers.pop(0), placed)
+                x = self._hidden_layer(index, x, layers.pop(0), placed)
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
             return mlp(x, weights, biases, relu_last=self.relu_last)
         return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
 
-    def _hidden(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
+    def _hidden_layer(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
         """One hidden layer."""
         x = mlp(x, [layer.weight], [layer.bias], relu_last=not self.options.batch_norm)
         if self.options.batch_norm:
-            x = functional.relu(self.normalise(index, x, batch))
-        return self.drop(index, x, batch)
+            x = functional.relu(self.normalize(index, x, batch))
+        return self.apply_dropout(index, x, batch)
 
 
 def fill_glorot(stack: MLP, seed: int) -> None:
@@ -158,10 +158,10 @@ def fill_glorot(stack: MLP, seed: int) -> None:
 
 @torch.no_grad()
 def fill_linear(module: nn.Module, seed: int, name: str = "") -> None:
-    """Initial weights of all BlankLinear layers in `module`, which is called `name` in its model: N(0, 2 / (inputs +
+    """Initial weights of all SkipInitLinear layers in `module`, which is called `name` in its model: N(0, 2 / (inputs +
     outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero. The stream of each is that of its name."""
     for path, layer in module.named_modules(prefix=name):
-        if isinstance(layer, BlankLinear):
+        if isinstance(layer, SkipInitLinear):
             fill_normal(layer.weight, math.sqrt(2.0 / sum(layer.weight.shape)), seed, f"{path}.weight")
             if layer.bias is not None:
                 layer.bias.zero_()

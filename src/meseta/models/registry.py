@@ -27,7 +27,7 @@ from meseta.config.models.interactions import (
     MaskNetConfig,
     WukongConfig,
 )
-from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.base import ModelBuildArgs, ScoringModel
 from meseta.models.interactions.dcnv2 import make_dcnv2
 from meseta.models.interactions.dhen import make_dhen
 from meseta.models.interactions.final import make_final
@@ -49,7 +49,7 @@ from meseta.models.ranking.xdeepfm import make_xdeepfm
 class ModelEntry:
     """One model."""
 
-    build: Callable[[Any, ModelRequest], ScoringModel]
+    build: Callable[[Any, ModelBuildArgs], ScoringModel]
     """Of an object of the section's class."""
     predicts_all_labels: bool = False
     """Whether its logits are [B, T]; those of all others are [B], of one label."""

@@ -12,14 +12,14 @@ namespace meseta {
 
 // An error whose text is its arguments side by side.
 template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+[[noreturn]] void throw_invalid_argument(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   throw std::invalid_argument(text.str());
 }
 
 // Where the first bad input stands: the smallest position wins, whatever thread saw it first.
-struct Mistake {
+struct FirstError {
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   std::atomic<int64_t> at{kNone};
   void note(int64_t position) {
@@ -34,10 +34,10 @@ inline void check_bounds(const char* name, const int64_t* bounds, int64_t count,
   bool good = count > 0 && bounds[0] >= 0 && bounds[count - 1] <= limit;
   for (int64_t i = 1; i < count; ++i) good &= bounds[i - 1] <= bounds[i];
   if (good) return;
-  if (count <= 0) refuse(name, " is empty; it needs at least one number");
+  if (count <= 0) throw_invalid_argument(name, " is empty; it needs at least one number");
   for (int64_t i = 0; i < count; ++i)
     if (bounds[i] < 0 || bounds[i] > limit || (i > 0 && bounds[i] < bounds[i - 1]))
-      refuse(name, "[", i, "] is ", bounds[i], "; ", name, " must not fall and must lie in 0..", limit);
+      throw_invalid_argument(name, "[", i, "] is ", bounds[i], "; ", name, " must not fall and must lie in 0..", limit);
 }
 
 }  // namespace meseta

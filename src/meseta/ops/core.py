@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from meseta.machine.variables import variables
-from meseta.spec import MesetaError, nearest
+from meseta.machine.environment_variables import environ
+from meseta.spec import MesetaError, suggest
 
 MODULES = {"avx512": "meseta._C_avx512", "avx2": "meseta._C_avx2", "baseline": "meseta._C"}
 """One module per instruction set, all from the same sources and with the same results, the fastest first."""
@@ -74,9 +74,9 @@ def load_openmp() -> None:
 def instruction_set() -> str:
     """'avx512', 'avx2' or 'baseline': what MESETA_ISA says, else the best that this processor runs."""
     best = best_instruction_set()
-    chosen = variables.get("MESETA_ISA", best)
+    chosen = environ.get("MESETA_ISA", best)
     if chosen not in MODULES:
-        raise InstructionSetError(f"MESETA_ISA={chosen!r} is unknown; {nearest(chosen, MODULES)}")
+        raise InstructionSetError(f"MESETA_ISA={chosen!r} is unknown; {suggest(chosen, MODULES)}")
     if list(MODULES).index(chosen) < list(MODULES).index(best):
         raise InstructionSetError(f"MESETA_ISA={chosen!r}: this processor runs {best!r} at most; unset MESETA_ISA")
     return chosen
@@ -84,10 +84,10 @@ def instruction_set() -> str:
 
 def best_instruction_set() -> str:
     """'avx512', 'avx2' or 'baseline': the best that this processor runs."""
-    return {"AVX512": "avx512", "AVX2": "avx2"}.get(_capability(), "baseline")
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(_cpu_capability(), "baseline")
 
 
-def _capability() -> str:
+def _cpu_capability() -> str:
     import torch  # here alone: readers of text load the baseline in processes without it
 
     return torch.backends.cpu.get_cpu_capability()

@@ -14,7 +14,7 @@ FLOPS: dict[Any, Callable[..., int]] = {}
 """Of operators that multiply matrices, what torch.utils.flop_counter counts of a call, as its `custom_mapping`."""
 
 
-def takes_shortcut(tensor: Tensor) -> bool:
+def can_bypass_dispatcher(tensor: Tensor) -> bool:
     """Whether a call may go to the compiled core at once: it is run, on a CPU, and nobody traces it.
 
     An operator's way through torch costs as much as a small batch when it takes a hundred tables along.
@@ -45,11 +45,11 @@ def register(
         LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"meseta::{name}", fake, lib=LIBRARY)
     if flops is not None:
-        FLOPS[getattr(torch.ops.meseta, name)] = _of_tensors(flops)
+        FLOPS[getattr(torch.ops.meseta, name)] = _with_tensor_arguments(flops)
     return getattr(torch.ops.meseta, name).default
 
 
-def _of_tensors(flops: Callable[..., int]) -> Callable[..., int]:
+def _with_tensor_arguments(flops: Callable[..., int]) -> Callable[..., int]:
     """The same as torch's counter calls it: with the result too, and with tensors in place of their shapes."""
 
     def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:

@@ -22,7 +22,7 @@ struct Packing {
   int64_t id(uint64_t row) const { return int64_t(row + first); }
 };
 
-template <typename Entry>
+template <typename SlotMapEntry>
 struct Packed;
 
 template <>

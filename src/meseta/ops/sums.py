@@ -11,15 +11,15 @@ from torch.nn import functional
 
 from meseta.jagged.shapes import Float
 
-ALONE = 16384
+MAX_SERIAL_TERMS = 16384
 """Numbers that torch adds in one thread where the sum is a single number; of 32,768 it gives some to each."""
 
 
 def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
     """The sum of all numbers: as torch has it where one thread makes it, else of pieces that one thread each makes."""
     flat = x.reshape(-1)
-    while len(flat) > ALONE:
-        flat = torch.stack([piece.sum() for piece in flat.split(ALONE)])
+    while len(flat) > MAX_SERIAL_TERMS:
+        flat = torch.stack([piece.sum() for piece in flat.split(MAX_SERIAL_TERMS)])
     return flat.sum()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.spec import MesetaError
 
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """How the core calls the types of rows."""
 
 
@@ -26,7 +26,7 @@ def check_tables(operator: str, tables: Sequence[Tensor]) -> None:
             )
 
 
-def plain_ids(operator: str, ids: Tensor, name: str = "ids") -> Tensor:
+def contiguous_ids(operator: str, ids: Tensor, name: str = "ids") -> Tensor:
     """Contiguous int32 or int64 ids, or whole numbers of another `name`; raises MesetaError for another type."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise MesetaError(f"{operator}: {name} are {ids.dtype} {list(ids.shape)}; give a 1-d tensor of int32 or int64")
@@ -55,7 +55,7 @@ def check_bags(operator: str, tables: Sequence[Tensor], ids: Tensor, offsets: Te
     """
     if any(table.dim() != 2 for table in tables) or offsets.dim() != 1 or (offsets.numel() - 1) % len(tables):
         raise MesetaError(f"{operator}: {offsets.numel()} offsets for {len(tables)} tables [rows, D]; give F * B + 1")
-    plain_ids(operator, ids)
+    contiguous_ids(operator, ids)
     check_bounds(operator, offsets.tolist(), ids.numel())
     num_bags = (offsets.numel() - 1) // len(tables)
     for f, table in enumerate(tables):

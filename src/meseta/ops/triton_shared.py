@@ -13,11 +13,11 @@ from torch import Tensor
 ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 VECTOR_BYTES = 16
 """What one lane loads at once where rows allow it."""
-ADDRESSES = 7
+ADDRESSES_PER_LAUNCH = 7
 """Tensors of one launch of `_write`."""
 
 
-class Described(NamedTuple):
+class TensorMetadata(NamedTuple):
     """What of a tensor decides how kernels are launched on it."""
 
     address: int
@@ -26,9 +26,9 @@ class Described(NamedTuple):
     is_contiguous: bool
 
 
-def described(tensors: Sequence[Tensor]) -> tuple[Described, ...]:
+def tensor_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
     """Each tensor as part of a key, by which what follows from the tables of a model is found again in every step."""
-    return tuple(Described(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
+    return tuple(TensorMetadata(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
 
 
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -37,19 +37,19 @@ def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:
     For tensors that lie elsewhere in every step: a kernel writes the addresses, so the host does not wait, and a CUDA
     graph repeats it.
     """
-    for first in range(0, len(tensors), ADDRESSES):
-        some = tensors[first : first + ADDRESSES]
-        _write[(1,)](out[first:], *some, *[some[-1]] * (ADDRESSES - len(some)), num_warps=1)
+    for first in range(0, len(tensors), ADDRESSES_PER_LAUNCH):
+        some = tensors[first : first + ADDRESSES_PER_LAUNCH]
+        _write_addresses[(1,)](out[first:], *some, *[some[-1]] * (ADDRESSES_PER_LAUNCH - len(some)), num_warps=1)
 
 
-def room_for_addresses(count: int) -> int:
+def padded_address_count(count: int) -> int:
     """`count`, rounded up to a multiple of ADDRESSES."""
-    return int(triton.cdiv(count, ADDRESSES)) * ADDRESSES
+    return int(triton.cdiv(count, ADDRESSES_PER_LAUNCH)) * ADDRESSES_PER_LAUNCH
 
 
 @triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
 @no_type_check
-def _write(out, a, b, c, d, e, f, g):
+def _write_addresses(out, a, b, c, d, e, f, g):
     tl.store(out, a.to(tl.int64))
     tl.store(out + 1, b.to(tl.int64))
     tl.store(out + 2, c.to(tl.int64))
@@ -61,7 +61,7 @@ def _write(out, a, b, c, d, e, f, g):
 
 @triton.jit
 @no_type_check
-def last_at_most(values, first, count, wanted, live):
+def find_last_at_most(values, first, count, wanted, live):
     """The last index in [first, first + count) whose value is not above `wanted`; values ascend, the first one fits."""
     low, high = first, first + count
     width = count

@@ -12,24 +12,24 @@ from torch import Tensor
 
 from meseta.spec import MesetaError
 
-GUARD = 1e-6
+NORM_EPSILON = 1e-6
 """Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
-CHUNK = 4096
+CHUNK_ELEMENTS = 4096
 """Numbers whose norm is taken by one thread."""
 
 
-OverParts = Callable[[float], float]
+SumOverRanks = Callable[[float], float]
 """Adds a number over the ranks that hold the parts of cut tensors; the same bits on all."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be cut over ranks; the same memory."""
     return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def global_norm(tensors: Iterable[Tensor], over_parts: OverParts | None = None) -> float:
+def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None = None) -> float:
     """The Euclidean norm of all numbers of the tensors together, in float64; of tensors that are cut over ranks,
-    `over_parts` adds what each rank has, and every rank calls this alike.
+    `sum_over_ranks` adds what each rank has, and every rank calls this alike.
 
     torch cuts a sum to one number over its threads, and the last bits with it. Here only norms of chunks are torch's,
     and their squares are added exactly.
@@ -37,12 +37,12 @@ def global_norm(tensors: Iterable[Tensor], over_parts: OverParts | None = None) 
     tensors = list(tensors)
     cut = [tensor for tensor in tensors if hasattr(tensor, "to_local")]
     square = _sum_of_squares(tensor for tensor in tensors if not hasattr(tensor, "to_local"))
-    if over_parts is not None and cut:
-        square += over_parts(_sum_of_squares(map(local_part, cut)))
+    if sum_over_ranks is not None and cut:
+        square += sum_over_ranks(_sum_of_squares(map(to_local, cut)))
     return math.sqrt(square)
 
 
-def norm_of_rows(matrices: Iterable[Tensor]) -> float:
+def rows_norm(matrices: Iterable[Tensor]) -> float:
     """That of all numbers of the matrices together, whatever the order of their rows."""
     return math.sqrt(_add_squares(matrices))
 
@@ -51,8 +51,8 @@ def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
     def chunks() -> Iterator[Tensor]:
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
-            whole = flat.numel() // CHUNK * CHUNK
-            yield from (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1))
+            whole = flat.numel() // CHUNK_ELEMENTS * CHUNK_ELEMENTS
+            yield from (flat[:whole].view(-1, CHUNK_ELEMENTS), flat[whole:].view(1, -1))
 
     return _add_squares(chunks())
 
@@ -66,7 +66,7 @@ def _add_squares(matrices: Iterable[Tensor]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseClip:
+class GradientClipper:
     """What limits the gradients of dense parameters, and by one norm those of rows too; the value is applied before
     the norm."""
 
@@ -74,9 +74,9 @@ class DenseClip:
     """Every element is limited to -value..value."""
     norm: float | None = None
     """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
-    with_rows: bool = False
+    includes_rows: bool = False
     """Whether gradients of rows of tables are among them, each that of its row, summed over the batch."""
-    over_parts: OverParts | None = None
+    sum_over_ranks: SumOverRanks | None = None
     """Of gradients that are cut over ranks."""
 
     def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
@@ -86,22 +86,22 @@ class DenseClip:
         Gradients that are the same on all ranks stay so, and all ranks raise alike.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        local = [local_part(gradient) for gradient in gradients]
+        local = [to_local(gradient) for gradient in gradients]
         if self.value is not None and local:
             torch._foreach_clamp_min_(local, -self.value)
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
             return 1.0
-        norm = math.hypot(global_norm(gradients, self.over_parts), norm_of_rows(rows))
+        norm = math.hypot(global_norm(gradients, self.sum_over_ranks), rows_norm(rows))
         if not math.isfinite(norm):
-            whose, key = ("", "train") if self.with_rows else (" of the dense part", "dense")
+            whose, key = ("", "train") if self.includes_rows else (" of the dense part", "dense")
             raise MesetaError(
                 f"the gradients{whose} are not finite, so that {key}.clip_norm cannot scale them; "
                 "lower the learning rates, or set dense.clip_value, which limits each element"
             )
         if norm <= self.norm:
             return 1.0
-        factor = self.norm / (norm + GUARD)
+        factor = self.norm / (norm + NORM_EPSILON)
         if local:
             torch._foreach_mul_(local, factor)
         return factor

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config import DenseOptimizerConfig
-from meseta.optim.clip import OverParts, local_part
+from meseta.optim.clip import SumOverRanks, to_local
 from meseta.optim.lamb import Lamb
 
 
 def make_dense_optimizer(
-    config: DenseOptimizerConfig, parameters: Iterable[nn.Parameter], over_parts: OverParts | None = None
+    config: DenseOptimizerConfig, parameters: Iterable[nn.Parameter], sum_over_ranks: SumOverRanks | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that `config` names, with torch's own constants where the config has none.
 
     Those of torch are its fused forms: elementwise, without atomics, and on a CPU up to ten times faster than the plain
     ones. Adagrad is fused on CPUs only, which is where torch has it. Parameters that are cut over ranks are a group of
-    their own, since torch takes no list of both kinds; LAMB adds up their norms by `over_parts`.
+    their own, since torch takes no list of both kinds; LAMB adds up their norms by `sum_over_ranks`.
     """
     given = list(parameters)
     cut = [parameter for parameter in given if hasattr(parameter, "to_local")]
@@ -41,7 +41,7 @@ def make_dense_optimizer(
         return torch.optim.Adam(groups, fused=True, **common)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **common)
-    return Lamb(groups, over_parts=over_parts, **common)
+    return Lamb(groups, sum_over_ranks=sum_over_ranks, **common)
 
 
 def dense_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -49,7 +49,7 @@ def dense_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
+def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
     """Step, but where `found_inf`, one float32 beside the parameters, is 1 and not 0: there parameters, moments and
     counts of steps keep their bits. No wait for the device.
 
@@ -74,10 +74,10 @@ def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
         return forget_fresh
-    lasting = [local_part(parameter.detach()) for parameter in parameters]
+    lasting = [to_local(parameter.detach()) for parameter in parameters]
     for parameter in parameters:
         moments = optimizer.state.get(parameter, {}).values()
-        lasting += [local_part(moment) for moment in moments if isinstance(moment, Tensor)]
+        lasting += [to_local(moment) for moment in moments if isinstance(moment, Tensor)]
     before = [tensor.clone() for tensor in lasting]
     optimizer.step()
     on_host: list[tuple[Tensor, Tensor]] = []

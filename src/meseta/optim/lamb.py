@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meseta.optim.clip import OverParts, global_norm
+from meseta.optim.clip import SumOverRanks, global_norm
 
 
 class Lamb(torch.optim.Optimizer):
@@ -27,11 +27,11 @@ class Lamb(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
-        over_parts: OverParts | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
-        """`over_parts` adds the squares of parameters that are cut over ranks."""
+        """`sum_over_ranks` adds the squares of parameters that are cut over ranks."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._over_parts = over_parts
+        self._sum_over_ranks = sum_over_ranks
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -58,6 +58,6 @@ class Lamb(torch.optim.Optimizer):
         direction = (mean / (1 - beta1**step)).div_(root)
         if group["weight_decay"]:
             direction.add_(parameter, alpha=group["weight_decay"])
-        of_parameter, of_direction = (global_norm([t], self._over_parts) for t in (parameter, direction))
+        of_parameter, of_direction = (global_norm([t], self._sum_over_ranks) for t in (parameter, direction))
         quotient = of_parameter / of_direction if of_parameter > 0 and of_direction > 0 else 1.0
         parameter.add_(direction, alpha=-group["lr"] * quotient)

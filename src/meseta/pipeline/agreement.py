@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meseta.comm import Totals, World
+from meseta.comm import BatchTotals, World
 from meseta.data.batch import Batch
-from meseta.embedding.flight import at_once
+from meseta.embedding.batch_context import no_op
 from meseta.jagged.shapes import Float
-from meseta.ops.device_words import HostCopy, on_device
+from meseta.ops.device_constants import AsyncHostCopy, copy_to_device
 from meseta.ops.sums import total
 from meseta.spec import MesetaError
 
@@ -28,39 +28,39 @@ class LateNonFiniteLoss(NonFiniteLoss):
 
 
 @dataclass(eq=False)
-class Agreement:
+class LossAgreement:
     """The sum of the losses of all ranks, on its way."""
 
-    whole: Totals
+    global_totals: BatchTotals
     """Of the global batch."""
     wait: Callable[[], Tensor]
-    names: tuple[str, ...] = ()
+    term_names: tuple[str, ...] = ()
     """Of the terms of the loss, whose sums stand behind it."""
-    _copy: HostCopy | None = field(default=None, init=False)
+    _copy: AsyncHostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
     @staticmethod
-    def begin(
-        world: World, whole: Totals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
-    ) -> Agreement:
+    def start(
+        world: World, whole: BatchTotals, losses: Tensor, votes: Sequence[float], names: tuple[str, ...] = ()
+    ) -> LossAgreement:
         """Begin to add this rank's `losses`, float64 sums of the loss and of its terms, which have `names`, and `votes`
         to those of the others."""
-        mine = torch.cat([losses, on_device(votes, torch.float64, world.device)])
-        return Agreement(whole, world.start_sum_of_few(mine, "agree"), names)
+        mine = torch.cat([losses, copy_to_device(votes, torch.float64, world.device)])
+        return LossAgreement(whole, world.start_all_reduce_small(mine, "agree"), names)
 
     def found_inf(self) -> Float[Tensor, ""]:
         """float32 on the device: 1 where `check` will raise NonFiniteLoss, else 0. Waits on the device alone; a copy of
         the sums is then on its way to the host, for `check`."""
         sums = self.wait()
-        self._copy = HostCopy(sums)
-        return (~sums[0].isfinite() | (not math.isfinite(self.whole.weight))).float()
+        self._copy = AsyncHostCopy(sums)
+        return (~sums[0].isfinite() | (not math.isfinite(self.global_totals.weight))).float()
 
     def check(self) -> list[float]:
         """Wait for the sums of the loss, of its terms and of the votes; raises NonFiniteLoss where the loss is no
         number."""
         if self._sums is None:
             self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
-        loss_sum, weight = self._sums[0], self.whole.weight
+        loss_sum, weight = self._sums[0], self.global_totals.weight
         if not (math.isfinite(loss_sum) and math.isfinite(weight)):
             raise NonFiniteLoss(
                 f"the loss is {loss_sum / (weight or 1.0)}, and nothing was updated; look for NaN or huge values "
@@ -71,31 +71,34 @@ class Agreement:
     @property
     def loss(self) -> float:
         """Weighted mean over the global batch; 0 where all weights are 0. Waits and raises as `check` does."""
-        return self.check()[0] / (self.whole.weight or 1.0)
+        return self.check()[0] / (self.global_totals.weight or 1.0)
 
     @property
     def terms(self) -> dict[str, float]:
         """Weighted means over the global batch of the terms of the loss, by name. Waits and raises as `check` does."""
-        return {name: one / (self.whole.weight or 1.0) for name, one in zip(self.names, self.check()[1:], strict=False)}
+        return {
+            name: one / (self.global_totals.weight or 1.0)
+            for name, one in zip(self.term_names, self.check()[1:], strict=False)
+        }
 
     @property
     def votes(self) -> tuple[float, ...]:
         """Sums of the votes. Waits and raises as `check` does."""
-        return tuple(self.check()[1 + len(self.names) :])
+        return tuple(self.check()[1 + len(self.term_names) :])
 
 
 @dataclass(eq=False)
-class UnheardStep:
+class DeferredLossCheck:
     """A step of which the host does not know yet whether its loss is a number; its update has begun."""
 
-    agreement: Agreement
+    agreement: LossAgreement
     found_inf: Float[Tensor, ""]
     """The same on the device, see `Agreement.found_inf`."""
     batch: Batch | None
     """What it was of."""
     step: int
     """Steps of the tables before it."""
-    undo: Callable[[], None] = at_once
+    undo: Callable[[], None] = no_op
     """Puts back what of its update the host has done, where the device has done nothing."""
 
     def votes(self) -> tuple[float, ...]:
@@ -107,27 +110,27 @@ class UnheardStep:
             raise LateNonFiniteLoss(error.reason, remedy=error.remedy) from None
 
 
-def totals_of(batch: Batch) -> Totals:
+def make_batch_totals(batch: Batch) -> BatchTotals:
     """Of the samples of one rank, before they are cut into micro-batches. A sample without any known label weighs 0."""
-    if batch.known_labels is None:
+    if batch.label_mask_2d is None:
         weight = float(batch.batch_size if batch.weight is None else total(batch.weight.double()))
     else:
-        weight = _sum_of_weights(batch, batch.known_labels.any(1))
-    return Totals(batch.batch_size, batch.num_padding, weight)
+        weight = _sum_weights(batch, batch.label_mask_2d.any(1))
+    return BatchTotals(batch.batch_size, batch.num_padding, weight)
 
 
-def known_weights(batch: Batch) -> list[float]:
+def known_label_weights(batch: Batch) -> list[float]:
     """Sum of the weights of the samples whose label is known, for each of T tasks, over the samples of one rank."""
-    assert batch.known_labels is not None
-    return [_sum_of_weights(batch, known) for known in batch.known_labels.unbind(1)]
+    assert batch.label_mask_2d is not None
+    return [_sum_weights(batch, known) for known in batch.label_mask_2d.unbind(1)]
 
 
-def _sum_of_weights(batch: Batch, is_counted: Tensor) -> float:
+def _sum_weights(batch: Batch, is_counted: Tensor) -> float:
     """Sum of the weights of some samples [B], in the order in which all of them are added."""
     return float(total(is_counted.double() if batch.weight is None else batch.weight.double() * is_counted))
 
 
-def begin_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Callable[[float], Float[Tensor, " T"]]:
+def start_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Callable[[float], Float[Tensor, " T"]]:
     """Begin to add up the weights of the known labels of a global batch, and return what gives the factor of each task.
 
     A factor is W / W_t: W is the weight of all samples, and W_t the weight of those whose label of task t is known.
@@ -139,8 +142,8 @@ def begin_task_factors(world: World, batch: Batch | None, num_tasks: int) -> Cal
         batch: this rank's slice; None if it could not be read.
         num_tasks: T.
     """
-    known = [0.0] * num_tasks if batch is None else known_weights(batch)
-    wait = world.start_sum_of_few(on_device(known, torch.float64, world.device), "label weights")
+    known = [0.0] * num_tasks if batch is None else known_label_weights(batch)
+    wait = world.start_all_reduce_small(copy_to_device(known, torch.float64, world.device), "label weights")
     sums: list[Tensor] = []
 
     def factors(weight: float) -> Tensor:

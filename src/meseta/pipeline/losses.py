@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.data.batch import Batch
-from meseta.embedding.flight import Flight
+from meseta.embedding.batch_context import BatchContext
 from meseta.jagged.shapes import Float
-from meseta.models.base import GLOBAL, term_names
+from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
 from meseta.ops.sums import total
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
@@ -34,63 +34,70 @@ class BatchLosses:
     def __init__(self, model: Model, task_weights: Tensor | None, accumulate_steps: int = 1) -> None:
         """`task_weights` [T] multiply the losses of the tasks; None: all 1. Raises MesetaError as `term_names` does,
         and where a loss of the global batch meets batches that are cut into parts."""
-        self._of_samples, self._of_all = term_names(model), term_names(model, *GLOBAL)
-        self.names = (*self._of_samples, *self._of_all)
-        if self._of_all and accumulate_steps > 1:
+        self._sample_term_names, self._global_term_names = (
+            loss_term_names(model),
+            loss_term_names(model, *GLOBAL_LOSS_HOOKS),
+        )
+        self.term_names = (*self._sample_term_names, *self._global_term_names)
+        if self._global_term_names and accumulate_steps > 1:
             raise MesetaError(
                 f"{type(model).__name__} has global_loss_terms, of all samples of a global batch together, which "
                 f"train.accumulate_steps {accumulate_steps} cuts into parts; set train.accumulate_steps=1"
             )
-        if len(set(self.names)) < len(self.names):
+        if len(set(self.term_names)) < len(self.term_names):
             raise MesetaError(
-                f"{type(model).__name__}: loss_terms and global_loss_terms share a name: {', '.join(self.names)}; give "
+                f"{type(model).__name__}: loss_terms and global_loss_terms share a name: "
+                f"{', '.join(self.term_names)}; give "
                 "each once"
             )
         self._model = model
         self._task_weights = task_weights
 
     def __call__(
-        self, dense: Any, pooled: Any, batch: Batch, flight: Flight[Any], task_factors: Tensor | None = None
+        self, dense: Any, pooled: Any, batch: Batch, flight: BatchContext[Any], task_factors: Tensor | None = None
     ) -> tuple[Float[Tensor, " B *T"], Float[Tensor, ""], Float[Tensor, " _losses"]]:
         """(logits, the sum to be made small, the same and that of each term without a gradient in float64) over the
         samples of `batch`, each by its weight; `dense` and `pooled` are as `score` takes them, `flight` knows the other
         ranks. If the batch has a mask of known labels, only these count, and `task_factors` [T] multiply the losses of
-        the tasks, see `begin_task_factors`. Collective where there is a loss of the global batch.
+        the tasks, see `start_task_factors`. Collective where there is a loss of the global batch.
 
         Raises MesetaError for logits of another shape than the labels, and for terms that are not those of the model or
         have another shape than they must.
         """
         model: Any = self._model
-        if self._of_samples:
+        if self._sample_term_names:
             logits, terms = model.score_with_losses(dense, pooled, batch.label)
         else:
             logits, terms = model.score(dense, pooled), {}
-        weigh = _Weigher(batch, self._task_weights, task_factors)
-        sums = [self._sum(name, one, logits, weigh) for name, one in self._in_order("score_with_losses", terms)]
-        parts = sums if CROSS_ENTROPY in self._of_samples else [_cross_entropy(logits, batch, weigh), *sums]
+        weigh = _LossWeights(batch, self._task_weights, task_factors)
+        sums = [
+            self._weighted_sum(name, one, logits, weigh)
+            for name, one in self._ordered_terms("score_with_losses", terms)
+        ]
+        parts = sums if CROSS_ENTROPY in self._sample_term_names else [_cross_entropy(logits, batch, weigh), *sums]
         summed = parts[0]
         for part in parts[1:]:
             summed = summed + part
         told = [one.detach().double() for one in (summed, *sums)]
-        for term, is_told in self._global_terms(logits, batch, flight) if self._of_all else ():
+        for term, is_told in self._global_terms(logits, batch, flight) if self._global_term_names else ():
             summed = summed + term
             told.append(term.detach().double() * is_told)
             told[0] = told[0] + told[-1]
         return logits, summed, torch.stack(told)
 
-    def _global_terms(self, logits: Tensor, batch: Batch, flight: Flight[Any]) -> list[tuple[Tensor, bool]]:
+    def _global_terms(self, logits: Tensor, batch: Batch, flight: BatchContext[Any]) -> list[tuple[Tensor, bool]]:
         """Each times the sum of all weights, by which the sum over samples is divided, and whether it is this rank that
         tells what it is: each has all of it."""
-        assert flight.batch_slice is not None and flight.whole is not None
+        assert flight.batch_slice is not None and flight.global_totals is not None
         world, num_real = flight.batch_slice.world, batch.batch_size - batch.num_padding
         weight = torch.ones(batch.batch_size, device=logits.device) if batch.weight is None else batch.weight
         columns = [logits.flatten(1) if logits.dim() > 1 else logits[:, None], batch.label.view(len(logits), -1)]
         num_tasks = columns[0].shape[1]
         of_samples = weight[:, None]
-        if batch.known_labels is not None:
-            of_samples = of_samples * batch.known_labels
+        if batch.label_mask_2d is not None:
+            of_samples = of_samples * batch.label_mask_2d
         own = torch.cat([column.to(logits.dtype) for column in (*columns, of_samples)], dim=1)[:num_real]
-        sent = own.new_zeros(max(flight.batch_slice.sizes), own.shape[1] + 1)
+        sent = own.new_zeros(max(flight.batch_slice.batch_size_per_rank), own.shape[1] + 1)
         sent[:num_real, :-1], sent[:num_real, -1] = own.detach(), 1.0
         others = world.all_gather(sent, "logits")
         rows = [own if rank == world.rank else one[one[:, -1] > 0][:, :-1] for rank, one in enumerate(others)]
@@ -98,17 +105,17 @@ class BatchLosses:
         if logits.dim() == 1:
             scores, label = scores[:, 0], label[:, 0]
         terms = cast(Any, self._model).global_losses(scores, label, of_sample.squeeze(1))
-        found = self._in_order("global_losses", terms)
+        found = self._ordered_terms("global_losses", terms)
         for name, term in found:
             if term.shape != ():
                 raise MesetaError(
                     f"{type(self._model).__name__}.global_losses: the term {name!r} is {list(term.shape)}; give one "
                     "number for the whole batch"
                 )
-        return [(term * flight.whole.weight, world.rank == 0) for _, term in found]
+        return [(term * flight.global_totals.weight, world.rank == 0) for _, term in found]
 
-    def _in_order(self, method: str, terms: Any) -> list[tuple[str, Tensor]]:
-        names = self._of_samples if method == "score_with_losses" else self._of_all
+    def _ordered_terms(self, method: str, terms: Any) -> list[tuple[str, Tensor]]:
+        names = self._sample_term_names if method == "score_with_losses" else self._global_term_names
         found = list(terms) if isinstance(terms, Mapping) else type(terms).__name__
         if not isinstance(terms, Mapping) or set(terms) != set(names):
             raise MesetaError(
@@ -117,7 +124,7 @@ class BatchLosses:
             )
         return [(name, terms[name]) for name in names]
 
-    def _sum(self, name: str, term: Tensor, logits: Tensor, weigh: _Weigher) -> Tensor:
+    def _weighted_sum(self, name: str, term: Tensor, logits: Tensor, weigh: _LossWeights) -> Tensor:
         if term.shape not in (logits.shape, logits.shape[:1]):
             raise MesetaError(
                 f"{type(self._model).__name__}.score_with_losses: the term {name!r} is {list(term.shape)} for logits "
@@ -128,14 +135,14 @@ class BatchLosses:
 
 
 @dataclass(frozen=True)
-class _Weigher:
+class _LossWeights:
     """What multiplies the losses of a batch before they are added up."""
 
     batch: Batch
     task_weights: Tensor | None
     """[T]; None: all 1."""
     task_factors: Tensor | None
-    """[T], for a batch whose labels are not all known, see `begin_task_factors`."""
+    """[T], for a batch whose labels are not all known, see `start_task_factors`."""
 
     def __call__(self, losses: Tensor, *, is_of_tasks: bool) -> Tensor | None:
         """Return the factors of `losses` [B] or [B, T], which belong to tasks or to whole samples; None: all 1."""
@@ -144,18 +151,18 @@ class _Weigher:
         if batch.weight is not None:
             weight = batch.weight.to(losses.dtype).view(-1, *[1] * (losses.dim() - 1))
             factor = weight if factor is None else weight * factor
-        if batch.label_mask is None or batch.known_labels is None:
+        if batch.label_mask is None or batch.label_mask_2d is None:
             return factor
         known: Tensor = batch.label_mask
         if is_of_tasks:
             assert self.task_factors is not None
             known = known * (self.task_factors if known.dim() > 1 else self.task_factors[0])
         else:
-            known = batch.known_labels.any(1)
+            known = batch.label_mask_2d.any(1)
         return known.to(losses.dtype) if factor is None else factor * known.to(losses.dtype)
 
 
-def _cross_entropy(logits: Tensor, batch: Batch, weigh: _Weigher) -> Tensor:
+def _cross_entropy(logits: Tensor, batch: Batch, weigh: _LossWeights) -> Tensor:
     """Sum of w_i * l_i over this rank's samples and tasks; l_i is the binary cross-entropy, w_i what `weigh` returns.
 
     Raises MesetaError for logits of another shape than the labels.

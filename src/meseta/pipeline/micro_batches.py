@@ -59,7 +59,7 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
 
 
 @contextmanager
-def told_by_number(index: int, num_parts: int) -> Iterator[None]:
+def micro_batch_error_context(index: int, num_parts: int) -> Iterator[None]:
     """What goes wrong with one of several micro-batches is told with its number; not what is of the step before."""
     try:
         yield

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from meseta.embedding.base import Collection
+from meseta.embedding.base import BaseEmbeddingCollection
 from meseta.jagged.shapes import Float
 
 
@@ -20,7 +20,7 @@ class Model(Protocol):
     """
 
     if TYPE_CHECKING:  # a module answers for its parts by __getattr__, which checks at runtime pass by from 3.12 on
-        embeddings: Collection[Any]
+        embeddings: BaseEmbeddingCollection[Any]
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
         """Logits from dense inputs and pooled embeddings: [B], or [B, T] for T > 1 tasks."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meseta.comm import World
-from meseta.models.base import before_of
+from meseta.models.base import find_dense_forward
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
 
 
 @dataclass(frozen=True)
-class ChosenOverlap:
+class OverlapChoice:
     """What is hidden in a run, and what is not."""
 
     hidden: tuple[Overlap, ...]
@@ -25,47 +25,50 @@ class ChosenOverlap:
 
 def choose_overlap(
     asked: Literal["auto", "off"] | Collection[Overlap], model: Model, world: World, accumulate_steps: int = 1
-) -> ChosenOverlap:
+) -> OverlapChoice:
     """What is asked for; 'auto': all that a model on these ranks lets hide.
 
     Raises MesetaError where one is asked for by name that cannot be.
     """
     sums_dense = getattr(model, "dense_gradients", None) is not None
     copies = world.is_one_cpu_host
-    return foresee_overlap(asked, model, world.size, accumulate_steps, sums_dense=sums_dense, copies=copies)
+    return predict_overlap(
+        asked, model, world.size, accumulate_steps, has_dense_gradients=sums_dense, is_one_cpu_host=copies
+    )
 
 
-def foresee_overlap(
+def predict_overlap(
     asked: Literal["auto", "off"] | Collection[Overlap],
     model: Any,
     num_ranks: int,
     accumulate_steps: int = 1,
     *,
-    sums_dense: bool,
-    copies: bool,
-) -> ChosenOverlap:
-    """The same for a model, or its outline, that is not placed yet, on so many ranks. `sums_dense`: whether there will
-    be dense gradients that every rank has whole. `copies`: whether nothing leaves a host, and the processors that
-    compute copy what travels in it."""
+    has_dense_gradients: bool,
+    is_one_cpu_host: bool,
+) -> OverlapChoice:
+    """The same for a model, or its outline, that is not placed yet, on so many ranks. `has_dense_gradients`: whether
+    there will be dense gradients that every rank has whole. `is_one_cpu_host`: whether nothing leaves a host, and the
+    processors that compute copy what travels in it."""
     if asked == "off":
-        return ChosenOverlap((), {})
+        return OverlapChoice((), {})
     reasons: dict[Overlap, str] = {}
     if num_ranks == 1:
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
-        if before_of(model) is None and accumulate_steps == 1:
+        if find_dense_forward(model) is None and accumulate_steps == 1:
             reasons["answers"] = (
-                f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `before`), and "
+                f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `forward_dense`), "
+                f"and "
                 "there are no micro-batches"
             )
-        if not sums_dense:
+        if not has_dense_gradients:
             reasons["dense"] = "there are no dense gradients that every rank has whole"
     if asked != "auto":
         for name in (name for name in OVERLAPS if name in asked and name in reasons):
             raise MesetaError(
                 f"pipeline.overlap {name!r} cannot be: {reasons[name]}; leave it out, or set pipeline.overlap=auto"
             )
-        return ChosenOverlap(tuple(name for name in OVERLAPS if name in asked), {})
-    if copies:
+        return OverlapChoice(tuple(name for name in OVERLAPS if name in asked), {})
+    if is_one_cpu_host:
         reasons.setdefault("ids", "on the processors of one host, reading a batch ahead costs more than it hides")
-    return ChosenOverlap(tuple(name for name in OVERLAPS if name not in reasons), reasons)
+    return OverlapChoice(tuple(name for name in OVERLAPS if name not in reasons), reasons)

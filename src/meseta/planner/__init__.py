@@ -2,15 +2,15 @@
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.predict import Prediction, predict
-from meseta.planner.planning import DoesNotFitError, Planned, choose_ways, find_plan, make_plan
-from meseta.spec.stages import COMPONENTS
+from meseta.planner.planning import DoesNotFitError, PlanResult, choose_exchange_algorithms, find_plan, make_plan
+from meseta.spec.stages import STEP_COMPONENTS
 
 __all__ = [
-    "COMPONENTS",
+    "STEP_COMPONENTS",
     "DoesNotFitError",
-    "Planned",
+    "PlanResult",
     "Prediction",
-    "choose_ways",
+    "choose_exchange_algorithms",
     "documented_cost_model",
     "find_plan",
     "make_plan",

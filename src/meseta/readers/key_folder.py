@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from meseta.data.read.served.credentials import new_token, write_secret
-from meseta.data.read.served.keys import CERTIFICATE, CLIENT, KEY, TOKEN, ServerKeys
-from meseta.errors import shown
-from meseta.machine.files import whole_folder
-from meseta.machine.remote import HOST_LABEL
+from meseta.data.read.served.keys import CERTIFICATE_FILE, CLIENT_FILE, KEY_FILE, TOKEN_FILE, TlsServerKeys
+from meseta.errors import format_value
+from meseta.machine.files import atomic_folder
+from meseta.machine.remote import HOST_LABEL_PATTERN
 from meseta.spec import MesetaError
 
-_SIGNS = x509.KeyUsage(
+_KEY_USAGE = x509.KeyUsage(
     digital_signature=True,
     content_commitment=False,
     key_encipherment=False,
@@ -34,7 +34,7 @@ _SIGNS = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-HOST_PATTERN = re.compile(rf"{HOST_LABEL}(\.{HOST_LABEL})*|\*(\.{HOST_LABEL}){{2,}}")
+HOST_PATTERN = re.compile(rf"{HOST_LABEL_PATTERN}(\.{HOST_LABEL_PATTERN})*|\*(\.{HOST_LABEL_PATTERN}){{2,}}")
 """A name of DNS; below a domain, the first part of it may be any."""
 
 
@@ -42,34 +42,34 @@ def make_keys(folder: Path, hosts: Sequence[str], days: float) -> None:
     """Keys for dispatchers and readers on these hosts, names or addresses, valid for so many days, and from a day ago
     on, since clocks differ. Raises MesetaError for a folder that is there, what is
     no name of a host, and where the system refuses to write."""
-    names = [_name(host) for host in hosts]
+    names = [_subject_name(host) for host in hosts]
     if folder.exists() or folder.is_symlink():
         raise MesetaError(f"keys: {str(folder)!r} is there, and is not written over; name another folder, or remove it")
-    certificate, key = _certificate(ExtendedKeyUsageOID.SERVER_AUTH, days, names)
-    client = b"".join(_certificate(ExtendedKeyUsageOID.CLIENT_AUTH, days))
-    with whole_folder(folder) as inside:
-        write_secret(inside / CERTIFICATE, certificate, 0o644)
-        write_secret(inside / KEY, key)
-        write_secret(inside / CLIENT, client)
-        write_secret(inside / TOKEN, new_token() + b"\n")
-        ServerKeys.load(inside)
+    certificate, key = _make_certificate(ExtendedKeyUsageOID.SERVER_AUTH, days, names)
+    client = b"".join(_make_certificate(ExtendedKeyUsageOID.CLIENT_AUTH, days))
+    with atomic_folder(folder) as inside:
+        write_secret(inside / CERTIFICATE_FILE, certificate, 0o644)
+        write_secret(inside / KEY_FILE, key)
+        write_secret(inside / CLIENT_FILE, client)
+        write_secret(inside / TOKEN_FILE, new_token() + b"\n")
+        TlsServerKeys.load(inside)
 
 
-def own_hosts() -> list[str]:
+def local_hosts() -> list[str]:
     """What this machine is reached by."""
     return list(dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname()]))
 
 
-def _name(host: str) -> x509.GeneralName:
+def _subject_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
         if len(host) > 253 or not HOST_PATTERN.fullmatch(host):
-            raise MesetaError(f"keys: --host is a name or an address of a host, got {shown(host)}") from None
+            raise MesetaError(f"keys: --host is a name or an address of a host, got {format_value(host)}") from None
         return x509.DNSName(host)
 
 
-def _certificate(
+def _make_certificate(
     usage: x509.ObjectIdentifier, days: float, hosts: Sequence[x509.GeneralName] = ()
 ) -> tuple[bytes, bytes]:
     """One that vouches for itself, and for no other, and its key; in PEM."""
@@ -81,7 +81,7 @@ def _certificate(
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_SIGNS, critical=True)
+        .add_extension(_KEY_USAGE, critical=True)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

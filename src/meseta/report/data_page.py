@@ -9,79 +9,81 @@ from datetime import UTC, datetime
 import numpy as np
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
-from meseta.data.raw_rows import signed_exp, signed_log
-from meseta.report.charts.bars import bars, reuse_bars
-from meseta.report.charts.markup import table, tag, text
-from meseta.report.document import document
-from meseta.telemetry.shown import ABSENT, count, plural, share, short
+from meseta.data.dataset.describe import DatasetSummary, DenseSummary, SparseSummary, SplitSummary, ValueSummary
+from meseta.data.raw_rows import signed_expm1, signed_log1p
+from meseta.report.charts.bars import histogram, reuse_histogram
+from meseta.report.charts.markup import escape, table, tag
+from meseta.report.document import html_document
+from meseta.telemetry.formatting import NO_VALUE, format_count, format_percent, format_quantity, format_si
 
-SHIFTED = 0.1
+MIN_MARKED_SHIFT = 0.1
 """Standard deviations between the splits from which on a dense feature is marked."""
-NEW = 0.1
+MIN_MARKED_UNSEEN_SHARE = 0.1
 """Share of test lookups without training from which on a sparse feature is marked."""
 
 
-def data_page(name: str, dataset: Dataset, description: Description) -> str:
+def data_page(name: str, dataset: Dataset, description: DatasetSummary) -> str:
     """The whole page."""
     sections = [
-        ("Splits", _splits(dataset, description)),
-        ("Dense features", _dense(description)),
-        ("Sparse features", _sparse(dataset, description)),
-        ("Most frequent ids", _top(description)),
+        ("Splits", _splits_table(dataset, description)),
+        ("Dense features", _dense_table(description)),
+        ("Sparse features", _sparse_table(dataset, description)),
+        ("Most frequent ids", _top_ids_table(description)),
     ]
     body = [_header(name, dataset), _tiles(description)]
     for title, content in sections:
         if content:
-            body.append(tag("section", tag("h2", text(title)), content, id=title.lower().replace(" ", "-")))
-    return document(f"{name}: Meseta data", *body)
+            body.append(tag("section", tag("h2", escape(title)), content, id=title.lower().replace(" ", "-")))
+    return html_document(f"{name}: Meseta data", *body)
 
 
-_ENCODINGS = {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}
+_ENCODING_LABELS = {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}
 
 
 def _header(name: str, dataset: Dataset) -> str:
     encodings = sorted({feature.encoding for feature in dataset.sparse})
     facts = [
-        plural(len(dataset.dense), "dense feature"),
-        plural(len(dataset.sparse), "sparse feature"),
-        *(_ENCODINGS[encoding] for encoding in encodings),
+        format_quantity(len(dataset.dense), "dense feature"),
+        format_quantity(len(dataset.sparse), "sparse feature"),
+        *(_ENCODING_LABELS[encoding] for encoding in encodings),
         "weighted samples" if dataset.weight else None,
         f"grouped by {dataset.group}" if dataset.group else None,
-        plural(len(dataset.sources), "source file") if dataset.sources else None,
+        format_quantity(len(dataset.sources), "source file") if dataset.sources else None,
     ]
     return tag(
-        "header", tag("h1", text(name)), tag("p", text(" · ".join(fact for fact in facts if fact)), class_="facts")
+        "header", tag("h1", escape(name)), tag("p", escape(" · ".join(fact for fact in facts if fact)), class_="facts")
     )
 
 
-def _tiles(description: Description) -> str:
+def _tiles(description: DatasetSummary) -> str:
     splits, sparse = description.splits, description.sparse
     num_rows = sum(split.num_rows for split in splits.values())
     table_rows, used = sum(f.num_embeddings for f in sparse), sum(f.num_uniques for f in sparse)
     unseen = [f.unseen_lookups for f in sparse if f.unseen_lookups is not None]
-    shown = [("rows", short(num_rows), ", ".join(f"{short(s.num_rows)} {name}" for name, s in splits.items()))]
+    shown = [("rows", format_si(num_rows), ", ".join(f"{format_si(s.num_rows)} {name}" for name, s in splits.items()))]
     train = splits.get("train")
     for label in train.labels if train else ():
         assert train is not None
-        shown.append((f"{label} rate", _rate(train, label), "in training"))
+        shown.append((f"{label} rate", _positive_rate(train, label), "in training"))
     if sparse:
-        shown.append(("table rows", short(table_rows), f"{share(used / max(table_rows, 1))} of them occur"))
+        shown.append(
+            ("table rows", format_si(table_rows), f"{format_percent(used / max(table_rows, 1))} of them occur")
+        )
         shown.append(("ids per sample", f"{sum(f.mean_pooling_factor for f in sparse):.3g}", "all features together"))
     if unseen:
-        shown.append(("new in test", share(sum(unseen) / len(unseen)), "mean over features"))
+        shown.append(("new in test", format_percent(sum(unseen) / len(unseen)), "mean over features"))
     ranges = [split.time_range for split in splits.values() if split.time_range]
     if ranges:
         low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
-        shown.append(("time", _span(high - low), f"from {_moment(low)}"))
+        shown.append(("time", _format_time_span(high - low), f"from {_format_utc(low)}"))
     return tag(
         "div",
         *(
             tag(
                 "div",
-                tag("div", text(name), class_="tile-name"),
-                tag("div", text(value), class_="tile-value"),
-                tag("div", text(note), class_="tile-note"),
+                tag("div", escape(name), class_="tile-name"),
+                tag("div", escape(value), class_="tile-value"),
+                tag("div", escape(note), class_="tile-note"),
                 class_="tile",
             )
             for name, value, note in shown
@@ -90,20 +92,20 @@ def _tiles(description: Description) -> str:
     )
 
 
-def _splits(dataset: Dataset, description: Description) -> str:
+def _splits_table(dataset: Dataset, description: DatasetSummary) -> str:
     header = ["split", "rows", "files"]
     for label in dataset.label_columns:
         header += [f"{label}: sum", "rate"]
     rows = []
     for name, split in description.splits.items():
-        row = [text(name), count(split.num_rows), count(len(dataset.splits[name].files))]
+        row = [escape(name), format_count(split.num_rows), format_count(len(dataset.splits[name].files))]
         for label in dataset.label_columns:
-            row += [count(split.labels[label]), text(_rate(split, label))]
+            row += [format_count(split.labels[label]), escape(_positive_rate(split, label))]
         rows.append(row)
-    return table(header, rows, set(range(1, len(header))), "compact unbroken") + _samples(dataset, description)
+    return table(header, rows, set(range(1, len(header))), "compact unbroken") + _samples_table(dataset, description)
 
 
-def _samples(dataset: Dataset, description: Description) -> str:
+def _samples_table(dataset: Dataset, description: DatasetSummary) -> str:
     """Weights, groups and times, where the samples have them."""
     header = ["split"]
     header += ["mean weight", "weights", "weight 0"] if dataset.weight else []
@@ -111,54 +113,63 @@ def _samples(dataset: Dataset, description: Description) -> str:
     header += ["first (UTC)", "last (UTC)"] if dataset.time else []
     rows = []
     for name, split in description.splits.items():
-        row = [text(name)]
+        row = [escape(name)]
         if split.weights is not None:
             w = split.weights
-            row += [text(f"{w.mean:.4g}"), text(f"{w.min:.4g} to {w.max:.4g}"), text(share(w.share_zero))]
+            row += [
+                escape(f"{w.mean:.4g}"),
+                escape(f"{w.min:.4g} to {w.max:.4g}"),
+                escape(format_percent(w.share_zero)),
+            ]
         if split.num_groups is not None:
-            row += [count(split.num_groups), count(split.max_group_rows)]
+            row += [format_count(split.num_groups), format_count(split.max_group_rows)]
         if dataset.time:
-            row += [text(_moment(moment)) for moment in split.time_range or (math.nan, math.nan)]
+            row += [escape(_format_utc(moment)) for moment in split.time_range or (math.nan, math.nan)]
         rows.append(row)
     shown = table(header, rows, set(range(1, len(header))), "compact unbroken")
     return tag("h3", "Samples") + shown if len(header) > 1 else ""
 
 
-def _dense(description: Description) -> str:
+def _dense_table(description: DatasetSummary) -> str:
     if not description.dense:
         return ""
     intro = (
         "All splits together, in the unit of the source; missing values count as zero, and so do those below zero of "
         "features that are not signed. The bars "
         "are equal intervals of log(1 + x), from the least value to the largest. Shift: mean in the test split less "
-        f"that in training, in standard deviations of log(1 + x); marked from {SHIFTED} on."
+        f"that in training, in standard deviations of log(1 + x); marked from {MIN_MARKED_SHIFT} on."
     )
     header = ["feature", "distribution", "zero or missing", "mean", "std", "least", "largest", "shift"]
     rows = [_dense_row(figures) for figures in description.dense]
-    return tag("p", text(intro)) + table(header, rows, {2, 3, 4, 5, 6, 7}, "features")
+    return tag("p", escape(intro)) + table(header, rows, {2, 3, 4, 5, 6, 7}, "features")
 
 
-def _dense_row(figures: DenseFigures) -> list[str]:
+def _dense_row(figures: DenseSummary) -> list[str]:
     v, shift = figures.values, figures.test_shift
     return [
-        text(figures.name),
+        escape(figures.name),
         _distribution(v, figures.bins),
-        text(share(v.share_zero)),
-        *(text(_value(x)) for x in (v.mean, v.std, v.min, v.max)),
-        text(ABSENT) if shift is None else _marked(f"{round(shift, 3) + 0.0:+.3f}", abs(shift) >= SHIFTED),
+        escape(format_percent(v.share_zero)),
+        *(escape(_format_value(x)) for x in (v.mean, v.std, v.min, v.max)),
+        escape(NO_VALUE)
+        if shift is None
+        else _highlight(f"{round(shift, 3) + 0.0:+.3f}", abs(shift) >= MIN_MARKED_SHIFT),
     ]
 
 
-def _distribution(values: Values, bins: Sequence[int]) -> str:
+def _distribution(values: ValueSummary, bins: Sequence[int]) -> str:
     if values.max <= values.min:
-        return text("one value")
-    low, high = signed_log(np.array([values.min, values.max]))
-    edges, total = signed_exp(np.linspace(low, high, len(bins) + 1)), max(sum(bins), 1)
-    hovers = [f"{share(n / total)}: {_value(edges[i])} to {_value(edges[i + 1])}" for i, n in enumerate(bins)]
-    return bars("Distribution", [float(n) for n in bins], hovers, "bar-lookups", ("", ""))
+        return escape("one value")
+    low, high = signed_log1p(np.array([values.min, values.max]))
+    edges, total = signed_expm1(np.linspace(low, high, len(bins) + 1)), max(sum(bins), 1)
+    hovers = [
+        f"{format_percent(n / total)}: {_format_value(edges[i])} to {_format_value(edges[i + 1])}"
+        for i, n in enumerate(bins)
+    ]
+    return histogram("Distribution", [float(n) for n in bins], hovers, "bar-lookups", ("", ""))
 
 
-def _sparse(dataset: Dataset, description: Description) -> str:
+def _sparse_table(dataset: Dataset, description: DatasetSummary) -> str:
     if not description.sparse:
         return ""
     window = f"{description.sparse[0].reuse.window_samples:,}"
@@ -166,7 +177,8 @@ def _sparse(dataset: Dataset, description: Description) -> str:
         "Counted in the training split. Used: share of the table's rows that occur. Top: share of the lookups that go "
         "to the most frequent id, the 10 and the 100 most frequent ones. Half: fewest ids that take half of the "
         "lookups. New in test: share of the test split's lookups whose id training has never seen; marked from "
-        f"{share(NEW)} on. The bars are shares of lookups by how often their row is used within {window} samples: "
+        f"{format_percent(MIN_MARKED_UNSEEN_SHARE)} on. The bars are shares of lookups by how often their row is used "
+        f"within {window} samples: "
         "once, twice, 3–4 times, 5–8 and so on; the tallest has its share and its uses beside it."
     )
     header = ["feature", "ids", "rows", "distinct", "used", "ids per sample", "top 1", "top 10", "top 100", "half",
@@ -174,30 +186,30 @@ def _sparse(dataset: Dataset, description: Description) -> str:
     kinds = {f.name: ["multi-valued" * f.multi_valued, "weighted" * f.weighted] for f in dataset.sparse}
     encodings = {f.name: f.encoding for f in dataset.sparse}
     rows = [_sparse_row(f, ", ".join(filter(None, [encodings[f.name], *kinds[f.name]]))) for f in description.sparse]
-    return tag("p", text(intro)) + table(header, rows, set(range(2, 11)), "features narrow")
+    return tag("p", escape(intro)) + table(header, rows, set(range(2, 11)), "features narrow")
 
 
-def _sparse_row(figures: SparseFigures, kind: str) -> list[str]:
+def _sparse_row(figures: SparseSummary, kind: str) -> list[str]:
     reuse = figures.reuse
     new = figures.unseen_lookups
     pooling = f"{figures.mean_pooling_factor:.3g}"
     if figures.share_empty:
-        pooling += f", {share(figures.share_empty)} empty"
+        pooling += f", {format_percent(figures.share_empty)} empty"
     return [
-        text(figures.name),
-        text(kind),
-        count(figures.num_embeddings),
-        count(figures.num_uniques),
-        text("<0.01%" if 0 < figures.coverage < 1e-4 else share(figures.coverage)),
-        text(pooling),
-        *(text(share(value)) for value in figures.top_shares),
-        count(figures.num_half),
-        text(ABSENT) if new is None else _marked(share(new), new >= NEW),
-        reuse_bars(reuse, reuse.lookups, "lookups", "bar-lookups"),
+        escape(figures.name),
+        escape(kind),
+        format_count(figures.num_embeddings),
+        format_count(figures.num_uniques),
+        escape("<0.01%" if 0 < figures.coverage < 1e-4 else format_percent(figures.coverage)),
+        escape(pooling),
+        *(escape(format_percent(value)) for value in figures.top_shares),
+        format_count(figures.num_half),
+        escape(NO_VALUE) if new is None else _highlight(format_percent(new), new >= MIN_MARKED_UNSEEN_SHARE),
+        reuse_histogram(reuse, reuse.lookups, "lookups", "bar-lookups"),
     ]
 
 
-def _top(description: Description) -> str:
+def _top_ids_table(description: DatasetSummary) -> str:
     if not description.sparse:
         return ""
     rows = []
@@ -206,38 +218,40 @@ def _top(description: Description) -> str:
         for top in figures.top:
             name = f"row {top.id}" if top.value is None else top.value
             name = name if len(name) <= 28 else f"{name[:27]}…"
-            cells.append(text(name) + " " + tag("small", text(share(top.count / max(figures.num_lookups, 1)))))
-        rows.append([text(figures.name), *cells, *[""] * (5 - len(cells))])
+            cells.append(
+                escape(name) + " " + tag("small", escape(format_percent(top.count / max(figures.num_lookups, 1))))
+            )
+        rows.append([escape(figures.name), *cells, *[""] * (5 - len(cells))])
     note = (
         "With their share of the training lookups. A hashed id is called by its row, and row 0 of a vocabulary is all "
         "that it does not hold."
     )
-    return tag("p", text(note)) + table(["feature", "1", "2", "3", "4", "5"], rows, set(), "features")
+    return tag("p", escape(note)) + table(["feature", "1", "2", "3", "4", "5"], rows, set(), "features")
 
 
-def _marked(shown: str, is_marked: bool) -> str:
-    return tag("b", text(shown), class_="marked") if is_marked else text(shown)
+def _highlight(shown: str, is_marked: bool) -> str:
+    return tag("b", escape(shown), class_="marked") if is_marked else escape(shown)
 
 
-def _rate(split: SplitFigures, label: str) -> str:
+def _positive_rate(split: SplitSummary, label: str) -> str:
     rate = split.base_rates[label]
-    return ABSENT if rate is None else f"{100 * rate:.2f}%"
+    return NO_VALUE if rate is None else f"{100 * rate:.2f}%"
 
 
-def _value(value: float) -> str:
+def _format_value(value: float) -> str:
     """Four digits, or whole with thousands separated."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _moment(seconds: float) -> str:
+def _format_utc(seconds: float) -> str:
     """UTC to the minute; whatever no calendar has as a number."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):
-        return ABSENT if math.isnan(seconds) else f"{seconds:.6g} s"
+        return NO_VALUE if math.isnan(seconds) else f"{seconds:.6g} s"
 
 
-def _span(seconds: float) -> str:
+def _format_time_span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.3g} {unit}"

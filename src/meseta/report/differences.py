@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from meseta.report.record import RunRecord, flatten
-from meseta.telemetry.shown import ABSENT, count
+from meseta.telemetry.formatting import NO_VALUE, format_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,9 @@ class FactDifference:
         return self.fact.name
 
 
-def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[Fact, str]]) -> list[FactDifference]:
+def find_differences(
+    records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[Fact, str]]
+) -> list[FactDifference]:
     """Those of `facts` that differ, in the order in which the runs name them.
 
     A run without any is unknown, not different: it has no value, and makes no difference alone.
@@ -58,7 +60,7 @@ def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mappi
     found = [facts(record) for record in records]
     rows = []
     for fact in dict.fromkeys(fact for one in found for fact in one):
-        values = tuple(one.get(fact, ABSENT) for one in found)
+        values = tuple(one.get(fact, NO_VALUE) for one in found)
         if len({value for value, one in zip(values, found, strict=True) if one}) > 1:
             rows.append(FactDifference(fact=fact, values=values))
     return rows
@@ -66,7 +68,7 @@ def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mappi
 
 def config_facts(record: RunRecord) -> dict[Fact, str]:
     """Every key of the config but run_dir, which always differs."""
-    return {Fact(property_name=key): _plain(value) for key, value in flatten(record.config) if key != "run_dir"}
+    return {Fact(property_name=key): _format_value(value) for key, value in flatten(record.config) if key != "run_dir"}
 
 
 def data_facts(record: RunRecord) -> dict[Fact, str]:
@@ -78,11 +80,11 @@ def data_facts(record: RunRecord) -> dict[Fact, str]:
     for name, split in data.splits.items():
         facts[Fact(kind="split", subject=name, property_name="rows")] = f"{split.num_rows:,}"
         positives = split.num_positives
-        shown = f"{positives:,.6g}" if positives % 1 else count(positives)
+        shown = f"{positives:,.6g}" if positives % 1 else format_count(positives)
         facts[Fact(kind="split", subject=name, property_name="positives")] = shown
     facts[LABELS] = ", ".join(data.labels)
     for role in ("weight", "group", "time"):
-        facts[Fact(property_name=role)] = _plain(getattr(data, role))
+        facts[Fact(property_name=role)] = _format_value(getattr(data, role))
     facts[Fact(property_name="dense features")] = str(len(data.dense))
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
     facts[Fact(property_name="standardisation of dense features")] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
@@ -117,27 +119,27 @@ def plan_facts(record: RunRecord) -> dict[Fact, str]:
 def environment_facts(record: RunRecord) -> dict[Fact, str]:
     """Machine, versions, commit; the plan has the number of ranks."""
     environment = record.environment.to_dict() if record.environment else {}
-    return {Fact(property_name=key): _plain(value) for key, value in flatten(environment) if key != "num_ranks"}
+    return {Fact(property_name=key): _format_value(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
-def grouped(rows: Sequence[FactDifference]) -> list[FactDifference]:
+def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
     """Features or tables with the same values in one row, so that 26 tables cut alike are one line."""
     subjects: dict[tuple[Fact, tuple[str, ...]], list[str]] = {}
     for row in rows:
         fact = replace(row.fact, subject="") if row.fact.is_grouped else row.fact
         subjects.setdefault((fact, row.values), []).append(row.fact.subject)
     return [
-        FactDifference(fact=replace(fact, subject=_listed(names)), values=values)
+        FactDifference(fact=replace(fact, subject=_join_names(names)), values=values)
         for (fact, values), names in subjects.items()
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """The first few names, and how many more."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value of YAML or JSON on one short line."""
     if value is None:
         return "none"
@@ -146,5 +148,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
-        return ", ".join(_plain(item) for item in value)
+        return ", ".join(_format_value(item) for item in value)
     return re.sub(r"\s+", " ", str(value))

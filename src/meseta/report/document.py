@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import resources
 
-from meseta.report.charts.markup import tag, text
+from meseta.report.charts.markup import escape, tag
 
 
-def document(title: str, *body: str, style: str = "") -> str:
+def html_document(title: str, *body: str, style: str = "") -> str:
     """A whole page with the style sheet inside; its policy lets a browser fetch nothing and run nothing."""
     sheet = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     head = tag(
@@ -16,7 +16,7 @@ def document(title: str, *body: str, style: str = "") -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
-        tag("title", text(title)),
+        tag("title", escape(title)),
         tag("style", sheet + style),
     )
     return "<!doctype html>\n" + tag("html", head, tag("body", tag("main", *body)), lang="en") + "\n"

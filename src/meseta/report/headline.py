@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.record import RunRecord
-from meseta.telemetry.lines import EvalLine
-from meseta.telemetry.shown import drawable
-from meseta.telemetry.splits import EVALUATED
+from meseta.telemetry.formatting import is_drawable
+from meseta.telemetry.metrics_file import EvalLine
+from meseta.telemetry.splits import EVALUATED_SPLITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class Headline:
     num_ranks: int | None
 
 
-def headline(record: RunRecord, splits: Sequence[str] = EVALUATED) -> Headline:
+def headline(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> Headline:
     """What is known of a run; its evaluation is that of the first of `splits` that was evaluated."""
-    summary, last = record.summary, record.train[-1] if record.train else None
-    rates = [r for line in record.train if (r := line.samples_per_s) is not None and drawable(r)]
+    summary, last = record.summary, record.train_lines[-1] if record.train_lines else None
+    rates = [r for line in record.train_lines if (r := line.samples_per_s) is not None and is_drawable(r)]
     num_ranks = summary.num_ranks if summary else None
     if num_ranks is None and record.plan is not None:
         num_ranks = record.plan.num_ranks
@@ -47,10 +47,10 @@ def headline(record: RunRecord, splits: Sequence[str] = EVALUATED) -> Headline:
     )
 
 
-def final_evaluation(record: RunRecord, splits: Sequence[str] = EVALUATED) -> EvalLine | None:
+def final_evaluation(record: RunRecord, splits: Sequence[str] = EVALUATED_SPLITS) -> EvalLine | None:
     """Of the first of `splits` that was evaluated: the summary's, or, while that has none at all, the last one of the
     metrics; without `splits`, any other."""
-    ended = {split: record.summary.evaluation(split) for split in EVALUATED} if record.summary else {}
-    lines = ended if any(ended.values()) else {line.split: line for line in record.evals}
+    ended = {split: record.summary.evaluation(split) for split in EVALUATED_SPLITS} if record.summary else {}
+    lines = ended if any(ended.values()) else {line.split: line for line in record.eval_lines}
     found = next((lines[split] for split in splits if lines.get(split)), None)
-    return record.evals[-1] if found is None and record.evals and tuple(splits) == EVALUATED else found
+    return record.eval_lines[-1] if found is None and record.eval_lines and tuple(splits) == EVALUATED_SPLITS else found

@@ -7,21 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.files import write_whole
+from meseta.machine.files import write_atomic
 from meseta.report.charts.curves import curves_section
-from meseta.report.charts.markup import table, tag, text
-from meseta.report.charts.plan_picture import plan_section
+from meseta.report.charts.markup import escape, table, tag
+from meseta.report.charts.plan_treemap import plan_section
 from meseta.report.data_statistics import data_section
-from meseta.report.document import document
+from meseta.report.document import html_document
 from meseta.report.evaluation import evaluation_section
 from meseta.report.headline import Headline, final_evaluation, headline
-from meseta.report.predicted import predicted_section
+from meseta.report.prediction import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
-from meseta.telemetry.shown import count, drawable, duration, fixed, short
+from meseta.telemetry.formatting import format_count, format_decimal, format_duration, format_si, is_drawable
 from meseta.telemetry.splits import TEST, VALID
-from meseta.telemetry.timeline import TIMELINE_NAME
+from meseta.telemetry.timeline import TIMELINE_FILE
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -35,11 +35,11 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     path = run_dir / "report.html" if out is None else Path(out)
     if out is None and os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise MesetaError(f"report: {str(path)!r} is no regular file; move it away, or name another with --out")
-    write_whole(path, render(read_run(run_dir)))
+    write_atomic(path, render_report(read_run(run_dir)))
     return path
 
 
-def render(record: RunRecord) -> str:
+def render_report(record: RunRecord) -> str:
     """The whole page."""
     sections: list[tuple[str, Callable[[RunRecord], str], str, str]] = [
         ("Curves", curves_section, "metrics.jsonl", "no training step has been logged"),
@@ -54,9 +54,9 @@ def render(record: RunRecord) -> str:
     body = [_header(record), _problems(record), _tiles(record)]
     for title, build, file, absence in sections:
         problem = f" ({file}: {record.problems[file].text})" if file in record.problems else ""
-        content = build(record) or tag("p", text(f"Not shown: {absence}{problem}."), class_="absent")
-        body.append(tag("section", tag("h2", text(title)), content, id=title.lower().replace(" ", "-")))
-    return document(f"{record.name}: Meseta run", *body)
+        content = build(record) or tag("p", escape(f"Not shown: {absence}{problem}."), class_="absent")
+        body.append(tag("section", tag("h2", escape(title)), content, id=title.lower().replace(" ", "-")))
+    return html_document(f"{record.name}: Meseta run", *body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,68 +74,74 @@ def tiles(record: RunRecord) -> list[Tile]:
     head = headline(record)
     is_done = head.is_done
     return [
-        _figure(record, head, "auc", "AUC"),
-        _figure(record, head, "ne", "NE"),
-        Tile(name="samples/s", value=short(head.samples_per_s), note="" if is_done else "median so far"),
+        _metric_tile(record, head, "auc", "AUC"),
+        _metric_tile(record, head, "ne", "NE"),
+        Tile(name="samples/s", value=format_si(head.samples_per_s), note="" if is_done else "median so far"),
         Tile(
             name="steps",
-            value=count(head.num_steps),
-            note=f"{short(head.num_samples)} samples" if head.num_samples is not None else "",
+            value=format_count(head.num_steps),
+            note=f"{format_si(head.num_samples)} samples" if head.num_samples is not None else "",
         ),
-        Tile(name="ranks", value=count(head.num_ranks)),
-        Tile(name="training time", value=duration(head.train_s), note="" if is_done else "so far"),
+        Tile(name="ranks", value=format_count(head.num_ranks)),
+        Tile(name="training time", value=format_duration(head.train_s), note="" if is_done else "so far"),
     ]
 
 
-def _figure(record: RunRecord, head: Headline, key: str, name: str) -> Tile:
+def _metric_tile(record: RunRecord, head: Headline, key: str, name: str) -> Tile:
     """A figure of the evaluation that counts, with what it is held against."""
     line, valid = head.evaluation, final_evaluation(record, [VALID])
     if line is None:
-        return Tile(name=f"{TEST} {name}", value=fixed(None), note="no evaluation yet", is_main=True)
+        return Tile(name=f"{TEST} {name}", value=format_decimal(None), note="no evaluation yet", is_main=True)
     is_last = head.is_done and line.step in (0, head.num_steps)  # an old summary does not say of which step it is
     notes = [
-        _teacher(record, key),
-        f"{VALID} {fixed(getattr(valid, key))}" if valid and line.split != VALID else "",
+        _teacher_note(record, key),
+        f"{VALID} {format_decimal(getattr(valid, key))}" if valid and line.split != VALID else "",
         "" if is_last else f"{'best ' * head.is_done}at step {line.step:,}",
     ]
     note = ", ".join(note for note in notes if note)
-    return Tile(name=f"{line.split} {name}", value=fixed(getattr(line, key)), note=note, is_main=True)
+    return Tile(name=f"{line.split} {name}", value=format_decimal(getattr(line, key)), note=note, is_main=True)
 
 
-def _teacher(record: RunRecord, figure: str) -> str:
+def _teacher_note(record: RunRecord, figure: str) -> str:
     teacher = record.summary.teacher if record.summary else None
     value = getattr(teacher, figure, None)
-    return f"teacher {fixed(value)}" if drawable(value) else ""
+    return f"teacher {format_decimal(value)}" if is_drawable(value) else ""
 
 
 def _header(record: RunRecord) -> str:
     facts = [
-        record.setting("model.name"),
-        f"width {record.setting('model.embedding_dim')}" if record.setting("model.embedding_dim") is not None else None,
-        f"batch {record.setting('train.batch_size')}" if record.setting("train.batch_size") is not None else None,
-        f"seed {record.setting('seed')}" if record.setting("seed") is not None else None,
+        record.config_value("model.name"),
+        f"width {record.config_value('model.embedding_dim')}"
+        if record.config_value("model.embedding_dim") is not None
+        else None,
+        f"batch {record.config_value('train.batch_size')}"
+        if record.config_value("train.batch_size") is not None
+        else None,
+        f"seed {record.config_value('seed')}" if record.config_value("seed") is not None else None,
     ]
     shown = " · ".join(str(fact) for fact in facts if fact)
-    return tag("header", tag("h1", text(record.name)), tag("p", text(shown), class_="facts") if shown else "")
+    return tag("header", tag("h1", escape(record.name)), tag("p", escape(shown), class_="facts") if shown else "")
 
 
 def _problems(record: RunRecord) -> str:
     notes = []
     if record.is_unfinished:
-        step = f"The last line of its metrics is of step {record.train[-1].step:,}. " if record.train else ""
+        step = (
+            f"The last line of its metrics is of step {record.train_lines[-1].step:,}. " if record.train_lines else ""
+        )
         notes.append(f"This run has not ended, or was interrupted. {step}Figures are those so far.")
-    files = (*RUN_FILES, TIMELINE_NAME)
+    files = (*RUN_FILES, TIMELINE_FILE)
     notes += [f"{name}: {record.problems[name].text}." for name in files if name in record.problems]
-    return tag("ul", *(tag("li", text(note)) for note in notes), class_="problems") if notes else ""
+    return tag("ul", *(tag("li", escape(note)) for note in notes), class_="problems") if notes else ""
 
 
 def _tiles(record: RunRecord) -> str:
     shown = [
         tag(
             "div",
-            tag("div", text(tile.name), class_="tile-name"),
-            tag("div", text(tile.value), class_="tile-value"),
-            tag("div", text(tile.note), class_="tile-note"),
+            tag("div", escape(tile.name), class_="tile-name"),
+            tag("div", escape(tile.value), class_="tile-value"),
+            tag("div", escape(tile.note), class_="tile-note"),
             class_="tile main" if tile.is_main else "tile",
         )
         for tile in tiles(record)
@@ -144,11 +150,11 @@ def _tiles(record: RunRecord) -> str:
 
 
 def _config(record: RunRecord) -> str:
-    return tag("pre", text(record.config_text)) if record.config_text else ""
+    return tag("pre", escape(record.config_text)) if record.config_text else ""
 
 
 def _environment(record: RunRecord) -> str:
     if not record.environment:
         return ""
-    rows = [[text(key), text(value)] for key, value in flatten(record.environment.to_dict())]
+    rows = [[escape(key), escape(value)] for key, value in flatten(record.environment.to_dict())]
     return table([], rows, set(), "compact environment")

@@ -9,20 +9,20 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from meseta.config.load import value_at
-from meseta.data.dataset.dataset import FILE_NAME as DATASET_NAME
+from meseta.config.load import get_value
+from meseta.data.dataset.dataset import DATASET_FILE as DATASET_NAME
 from meseta.data.dataset.dataset import Dataset
 from meseta.machine.files import parse_json, read_bounded
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan
-from meseta.spec.plan_document import PLAN_NAME, read_written_plan
-from meseta.telemetry.lines import METRICS_NAME, EvalLine, TrainLine, read_lines, told_spoiled
-from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, RunSummary
-from meseta.telemetry.timeline import TIMELINE_NAME, Timeline
+from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
+from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, corrupt_lines_message, read_metrics_lines
+from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, BestEvaluation, RunEnvironment, RunSummary
+from meseta.telemetry.timeline import TIMELINE_FILE, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 
-RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_NAME, ENVIRONMENT_NAME, METRICS_NAME, SUMMARY_NAME)
-_OWN_FILES = ("config.yaml", PLAN_NAME, METRICS_NAME, SUMMARY_NAME)  # no prepared dataset has these
+RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
+_RUN_MARKER_FILES = ("config.yaml", PLAN_FILE, METRICS_FILE, SUMMARY_FILE)  # no prepared dataset has these
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class RunRecord:
     """config.yaml parsed; empty where that fails."""
     dataset: Dataset | None
     plan: Plan | None
-    environment: Environment | None
+    environment: RunEnvironment | None
     summary: RunSummary | None
-    train: tuple[TrainLine, ...]
+    train_lines: tuple[TrainLine, ...]
     """By step; where a resumed run repeated a step, its later line."""
-    evals: tuple[EvalLine, ...]
+    eval_lines: tuple[EvalLine, ...]
     """As `train`, one per step and split."""
     timeline: Timeline | None
     """None where no step was profiled."""
@@ -64,56 +64,56 @@ class RunRecord:
     @property
     def is_unfinished(self) -> bool:
         """Whether there is no summary.json, which a run writes at its end."""
-        problem = self.problems.get(SUMMARY_NAME)
+        problem = self.problems.get(SUMMARY_FILE)
         return problem is not None and problem.kind == "missing"
 
     def is_best(self, line: EvalLine) -> bool:
         """Whether an evaluation is the best of those that chose; known when a run has ended."""
-        best = self.summary.best if self.summary else Best()
+        best = self.summary.best if self.summary else BestEvaluation()
         return (line.step, line.split) == (best.step, best.split)
 
-    def setting(self, path: str) -> Any:
+    def config_value(self, path: str) -> Any:
         """A value of the config by its dotted path; None where it is absent."""
-        return value_at(self.config, path)
+        return get_value(self.config, path)
 
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read whatever is there; raises MesetaError for a directory that is not a run's."""
     if not run_dir.is_dir():
         raise MesetaError(f"report: {str(run_dir)!r} is not a directory; give the run_dir of a training run")
-    if not any((run_dir / name).is_file() for name in _OWN_FILES):
+    if not any((run_dir / name).is_file() for name in _RUN_MARKER_FILES):
         raise MesetaError(
-            f"report: {str(run_dir)!r} holds no run: none of {', '.join(_OWN_FILES)} is there; "
+            f"report: {str(run_dir)!r} holds no run: none of {', '.join(_RUN_MARKER_FILES)} is there; "
             "give the run_dir of a training run"
         )
     problems: Problems = {}
-    config = _read(run_dir, "config.yaml", problems)
+    config = _read_file(run_dir, "config.yaml", problems)
     config_text = None if config is None else config.decode(errors="replace")
     train, evals = _read_metrics(run_dir, problems)
     return RunRecord(
         name=run_dir.resolve().name,
         config_text=config_text,
         config=_parse_config(config_text, problems),
-        dataset=_entry(run_dir, DATASET_NAME, Dataset, problems),
-        plan=_plan(run_dir, problems),
-        environment=_entry(run_dir, ENVIRONMENT_NAME, Environment, problems),
-        summary=_entry(run_dir, SUMMARY_NAME, RunSummary, problems),
-        train=train,
-        evals=evals,
-        timeline=_timeline(run_dir, problems),
+        dataset=_read_record(run_dir, DATASET_NAME, Dataset, problems),
+        plan=_read_plan(run_dir, problems),
+        environment=_read_record(run_dir, ENVIRONMENT_FILE, RunEnvironment, problems),
+        summary=_read_record(run_dir, SUMMARY_FILE, RunSummary, problems),
+        train_lines=train,
+        eval_lines=evals,
+        timeline=_read_timeline(run_dir, problems),
         problems=problems,
     )
 
 
-def _read(run_dir: Path, name: str, problems: Problems) -> bytes | None:
+def _read_file(run_dir: Path, name: str, problems: Problems) -> bytes | None:
     try:
         return read_bounded(run_dir / name)
     except OSError as error:
-        problems[name] = _unreadable(error)
+        problems[name] = _unreadable_reason(error)
     return None
 
 
-def _unreadable(error: OSError) -> FileProblem:
+def _unreadable_reason(error: OSError) -> FileProblem:
     if isinstance(error, FileNotFoundError):
         return FileProblem("missing", "it is not in the run directory")
     return FileProblem("unreadable", f"it cannot be read: {error.strerror}")
@@ -123,8 +123,8 @@ def _invalid(text: str) -> FileProblem:
     return FileProblem("invalid", text)
 
 
-def _document(run_dir: Path, name: str, problems: Problems) -> Any:
-    content = _read(run_dir, name, problems)
+def _read_json(run_dir: Path, name: str, problems: Problems) -> Any:
+    content = _read_file(run_dir, name, problems)
     if content is None:
         return None
     try:
@@ -137,38 +137,38 @@ def _document(run_dir: Path, name: str, problems: Problems) -> Any:
 T = TypeVar("T", bound=BaseModel)
 
 
-def _entry(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:
-    document = _document(run_dir, name, problems)
+def _read_record(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:
+    document = _read_json(run_dir, name, problems)
     if document is None:
         problems.setdefault(name, _invalid("it holds nothing"))
         return None
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        problems[name] = _invalid(_explain(error))
+        problems[name] = _invalid(_validation_message(error))
         return None
 
 
-def _plan(run_dir: Path, problems: Problems) -> Plan | None:
-    document = _document(run_dir, PLAN_NAME, problems)
+def _read_plan(run_dir: Path, problems: Problems) -> Plan | None:
+    document = _read_json(run_dir, PLAN_FILE, problems)
     if isinstance(document, dict):
         try:
-            return read_written_plan(document)[0]
+            return read_explicit_plan(document)[0]
         except MesetaError as error:
-            problems[PLAN_NAME] = _invalid(str(error))
-    problems.setdefault(PLAN_NAME, _invalid("it does not hold a mapping"))
+            problems[PLAN_FILE] = _invalid(str(error))
+    problems.setdefault(PLAN_FILE, _invalid("it does not hold a mapping"))
     return None
 
 
-def _timeline(run_dir: Path, problems: Problems) -> Timeline | None:
+def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
     """None without a problem where there is no such file: most runs have none."""
-    if not os.path.lexists(run_dir / TIMELINE_NAME):
+    if not os.path.lexists(run_dir / TIMELINE_FILE):
         return None
-    document = _entry(run_dir, TIMELINE_NAME, TraceDocument, problems)
-    return None if document is None else document.timeline()
+    document = _read_record(run_dir, TIMELINE_FILE, TraceDocument, problems)
+    return None if document is None else document.to_timeline()
 
 
-def _explain(error: ValidationError) -> str:
+def _validation_message(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     return f"key {key!r}: {first['msg'].lower()}" if key else first["msg"].lower()
@@ -191,17 +191,17 @@ def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, .
     evals: dict[tuple[int, str], EvalLine] = {}
     spoiled = []
     try:
-        for line in read_lines(run_dir / METRICS_NAME):
+        for line in read_metrics_lines(run_dir / METRICS_FILE):
             if isinstance(line.record, TrainLine):
                 train[line.record.step] = line.record
             elif isinstance(line.record, EvalLine):
                 evals[line.record.step, line.record.split] = line.record
-            elif line.is_spoiled:
+            elif line.is_corrupt:
                 spoiled.append(line.number)
     except OSError as error:
-        problems[METRICS_NAME] = _unreadable(error)
+        problems[METRICS_FILE] = _unreadable_reason(error)
     if spoiled:
-        problems[METRICS_NAME] = _invalid(f"{told_spoiled(spoiled)} left out")
+        problems[METRICS_FILE] = _invalid(f"{corrupt_lines_message(spoiled)} left out")
     return tuple(train[step] for step in sorted(train)), tuple(evals[key] for key in sorted(evals))
 
 

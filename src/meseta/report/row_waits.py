@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from meseta.report.charts.chart import stacked_bars
-from meseta.report.charts.markup import table, tag, text
+from meseta.report.charts.markup import escape, table, tag
 from meseta.report.record import RunRecord
-from meseta.telemetry.lines import TrainLine
+from meseta.telemetry.formatting import is_drawable
+from meseta.telemetry.metrics_file import TrainLine
 from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.shown import drawable
 
-COLOURS = {
+CAUSE_CSS_CLASSES = {
     "storage_s": "stage-spare-0",
     "decode_s": "stage-spare-1",
     "transform_s": "stage-spare-2",
@@ -39,17 +39,17 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
     readers = sorted({reader for line in lines for reader in line.row_waits})
     if not readers:
         return ""
-    by_group = [sum((_mean(group, reader) for reader in readers), RowWait()) for group in groups]
+    by_group = [sum((_mean_wait(group, reader) for reader in readers), RowWait()) for group in groups]
     layers = [
         (CAUSE_TEXTS[cause], colour, [1e3 * getattr(wait, cause) for wait in by_group])
-        for cause, colour in COLOURS.items()
+        for cause, colour in CAUSE_CSS_CLASSES.items()
     ]
-    means = {reader: _mean(lines, reader) for reader in readers}
-    rows = [[text(reader.partition("://")[2] or reader), *_cells(mean)] for reader, mean in means.items()]
-    rows.append([tag("b", "all"), *_cells(sum(means.values(), RowWait()))])
+    means = {reader: _mean_wait(lines, reader) for reader in readers}
+    rows = [[escape(reader.partition("://")[2] or reader), *_wait_cells(mean)] for reader, mean in means.items()]
+    rows.append([tag("b", "all"), *_wait_cells(sum(means.values(), RowWait()))])
     heads = [
         "reader",
-        *(tag("span", class_=f"swatch {colour}") + CAUSE_TEXTS[cause] for cause, colour in COLOURS.items()),
+        *(tag("span", class_=f"swatch {colour}") + CAUSE_TEXTS[cause] for cause, colour in CAUSE_CSS_CLASSES.items()),
         "all",
     ]
     intro = (
@@ -59,20 +59,22 @@ def row_waits_table(record: RunRecord, groups: Sequence[Sequence[TrainLine]], sp
     chart = stacked_bars("Milliseconds per step that rows were waited for", spans, layers)
     return (
         tag("h3", "Milliseconds per step that rows were waited for, rank 0")
-        + tag("p", text(intro))
+        + tag("p", escape(intro))
         + (chart and tag("div", tag("div", chart), class_="wide-narrow"))
         + table(heads, rows, set(range(1, len(heads))), "compact")
     )
 
 
-def _mean(lines: Sequence[TrainLine], reader: str) -> RowWait:
+def _mean_wait(lines: Sequence[TrainLine], reader: str) -> RowWait:
     found = [line.row_waits[reader] for line in lines if reader in line.row_waits]
     sums = {
-        field.name: sum(v for v in (getattr(wait, field.name) for wait in found) if drawable(v) and v > 0)
+        field.name: sum(v for v in (getattr(wait, field.name) for wait in found) if is_drawable(v) and v > 0)
         for field in fields(RowWait)
     }
-    return RowWait(**sums).times(1.0 / len(lines))
+    return RowWait(**sums).scaled(1.0 / len(lines))
 
 
-def _cells(mean: RowWait) -> list[str]:
-    return [f"{1e3 * seconds:.2f}" for seconds in (*(getattr(mean, cause) for cause in COLOURS), mean.total_s)]
+def _wait_cells(mean: RowWait) -> list[str]:
+    return [
+        f"{1e3 * seconds:.2f}" for seconds in (*(getattr(mean, cause) for cause in CAUSE_CSS_CLASSES), mean.total_s)
+    ]

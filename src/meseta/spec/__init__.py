@@ -1,6 +1,6 @@
 """Specifications of tables, features, machines and workloads, and sharding plans. Does not import torch."""
 
-from meseta.errors import MesetaError, nearest
+from meseta.errors import MesetaError, suggest
 from meseta.spec.codecs import Communication
 from meseta.spec.cost_model import CostModel
 from meseta.spec.optimizer import OptimizerSpec
@@ -42,5 +42,5 @@ __all__ = [
     "Topology",
     "Workload",
     "check_features",
-    "nearest",
+    "suggest",
 ]

@@ -10,14 +10,15 @@ from meseta.errors import MesetaError, check_choice
 from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-Exchange = Literal["flat", "two_level"]
+ExchangeAlgorithm = Literal["flat", "two_level"]
 """Algorithm for exchanging ids, embeddings and their gradients. `flat` sends directly to each rank. `two_level` is
 hierarchical: between hosts, only ranks with the same local index communicate."""
-DensePath = Literal["twins", "chain"]
+CrossHostAlgorithm = Literal["twins", "chain"]
 """Algorithm for the inter-host phase of a hierarchical all-reduce. `twins` exchanges directly between the ranks with
 the same local index. `chain` passes sums from host to host."""
-SumPath = Literal["flat", "twins", "chain"]
-"""Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of `DensePath`."""
+AllReduceAlgorithm = Literal["flat", "twins", "chain"]
+"""Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of
+`CrossHostAlgorithm`."""
 # owners         all-to-all between all ranks and the owners of shards
 # host           all-to-all inside each host
 # hosts          all-to-all between the ranks with the same local index
@@ -29,8 +30,8 @@ SumPath = Literal["flat", "twins", "chain"]
 # host sum       all-reduce inside each host
 # hosts sum      all-reduce between the ranks with the same local index
 # hosts chain    as `hosts sum`, along a chain of hosts
-Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "host sum",
-              "hosts sum", "hosts chain"]  # fmt: skip
+CollectiveKind = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter",
+                         "host sum", "hosts sum", "hosts chain"]  # fmt: skip
 """Kind of collective and the ranks that take part in it."""
 
 
@@ -39,38 +40,38 @@ class Codec:
     """Encoding of floating-point numbers for communication."""
 
     name: CodecName
-    number_bytes: int
+    element_bytes: int
     """Bytes per encoded element, without scales."""
-    block_bytes: int = 0
+    scale_bytes: int = 0
     """Bytes of the scale that is sent for each block of `COLUMN_BLOCK` elements. 0 means no scales."""
-    largest: float = 0.0
+    max_scaled_value: float = 0.0
     """Largest absolute value of a scaled element. 0 means no scales."""
 
     @property
-    def half_unit(self) -> float:
+    def relative_rounding_error(self) -> float:
         """Maximum rounding error of an element, relative to the largest absolute value in its block."""
         return {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": (1 + 2.0**-7) / 254}.get(self.name, 0.0)
 
     @property
-    def is_whole(self) -> bool:
+    def is_lossless(self) -> bool:
         """Whether the codec is lossless."""
         return self.name == "fp32"
 
     @property
-    def each_bytes(self) -> float:
+    def mean_element_bytes(self) -> float:
         """Mean number of bytes per element of a complete block, including its scale."""
-        return self.number_bytes + self.block_bytes / COLUMN_BLOCK
+        return self.element_bytes + self.scale_bytes / COLUMN_BLOCK
 
     def row_bytes(self, pieces: tuple[int, ...]) -> int:
         """Return the encoded size of a row made of pieces with the given numbers of columns.
 
         Each piece starts a new block. Scales follow the elements.
         """
-        numbers = sum(pieces) * self.number_bytes
-        if not self.block_bytes:
+        numbers = sum(pieces) * self.element_bytes
+        if not self.scale_bytes:
             return numbers
         # A padding byte aligns the 2-byte scales.
-        return numbers + numbers % 2 + self.block_bytes * num_blocks(pieces)
+        return numbers + numbers % 2 + self.scale_bytes * num_blocks(pieces)
 
 
 # Cached because every message needs it, and there are few different rows.
@@ -101,7 +102,7 @@ Direction = Literal["forward", "backward", "dense"]
 """Data that a codec applies to: embeddings (`forward`), gradients of embeddings and of replicated rows (`backward`), or
 all-reduced dense gradients (`dense`)."""
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-PAPER: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
+PAPER_CODECS: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
 """Codecs of precision `paper` (arXiv 2104.05158, section 5.3.2)."""
 
 
@@ -130,9 +131,11 @@ class Communication:
         for direction in DIRECTIONS:
             if getattr(self, direction) is not None:
                 check_choice("comm", direction, getattr(self, direction), get_args(CodecName))
-        check_choice("comm", "exchange", self.exchange, ("auto", *get_args(Exchange)))
-        check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(DensePath)))
-        if self.dense_exchange == "chain" and not (self.codec("dense").is_whole and self.codec("backward").is_whole):
+        check_choice("comm", "exchange", self.exchange, ("auto", *get_args(ExchangeAlgorithm)))
+        check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(CrossHostAlgorithm)))
+        if self.dense_exchange == "chain" and not (
+            self.codec("dense").is_lossless and self.codec("backward").is_lossless
+        ):
             raise MesetaError(
                 "comm: dense_exchange 'chain' cannot be used with a codec, which would round the sum at each host; "
                 "set dense_exchange to 'twins', or backward and dense to 'fp32'"
@@ -141,38 +144,40 @@ class Communication:
     def codec(self, direction: Direction) -> Codec:
         name: CodecName | None = getattr(self, direction)
         if name is None and self.precision == "paper":
-            name = PAPER[direction]
+            name = PAPER_CODECS[direction]
         return CODECS[name or self.precision]  # type: ignore[index]
 
     @property
-    def is_exact(self) -> bool:
+    def is_lossless(self) -> bool:
         """Whether the codecs of all directions are lossless."""
-        return all(self.codec(direction).is_whole for direction in DIRECTIONS)
+        return all(self.codec(direction).is_lossless for direction in DIRECTIONS)
 
     def check_dtype(self, dtype: str) -> None:
         """Raise MesetaError if a lossy codec would be used with float64 tables."""
         # Tables of float64 are for verification, which rounding would defeat.
-        if dtype == "float64" and not self.is_exact:
+        if dtype == "float64" and not self.is_lossless:
             raise MesetaError(
                 "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use float32 "
                 "tables"
             )
 
 
-def sum_path(exchange: Exchange | None, dense_exchange: DensePath | None, codec: Codec) -> SumPath:
+def all_reduce_algorithm(
+    exchange: ExchangeAlgorithm | None, dense_exchange: CrossHostAlgorithm | None, codec: Codec
+) -> AllReduceAlgorithm:
     """Return the all-reduce algorithm for these settings. With a lossy codec it is always `twins`."""
-    if not codec.is_whole:  # Codecs encode the sums of hosts, which only a hierarchical all-reduce computes.
+    if not codec.is_lossless:  # Codecs encode the sums of hosts, which only a hierarchical all-reduce computes.
         return "twins"
     if exchange == "flat":
         return "flat"
     return "chain" if exchange == "two_level" and dense_exchange == "chain" else "twins"
 
 
-CHAIN_PIECES = 8
+NUM_CHAIN_CHUNKS = 8
 """Number of chunks of an all-reduce that are pipelined along a chain of hosts."""
 
 
-def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+def traffic_factors(way: CollectiveKind, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
     """Return the bytes that a rank sends (inside its host, to other hosts) per byte of replicated data.
 
     `host` is the index of the rank's host. It matters only for a chain, and `None` gives the mean over all hosts.
@@ -193,13 +198,15 @@ def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = Non
     }[way]
 
 
-def sum_shares(path: SumPath, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+def all_reduce_traffic_factors(
+    path: AllReduceAlgorithm, num_ranks: int, per_host: int, host: int | None = None
+) -> tuple[float, float]:
     """Return the bytes that a rank sends (inside its host, to other hosts) per byte of an all-reduce over all ranks.
 
-    The second factor applies to the encoded size if there is a codec. `host` is as in `alike_shares`.
+    The second factor applies to the encoded size if there is a codec. `host` is as in `traffic_factors`.
     """
     if path == "flat" or per_host == num_ranks:
-        return alike_shares("sum", num_ranks, per_host)
-    near, _ = alike_shares("host sum", num_ranks, per_host)
-    _, far = alike_shares("hosts chain" if path == "chain" else "hosts sum", num_ranks, per_host, host)
+        return traffic_factors("sum", num_ranks, per_host)
+    near, _ = traffic_factors("host sum", num_ranks, per_host)
+    _, far = traffic_factors("hosts chain" if path == "chain" else "hosts sum", num_ranks, per_host, host)
     return near, far / per_host

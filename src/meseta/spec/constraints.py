@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from meseta.errors import MesetaError, check_keys, nearest
-from meseta.spec.documents import load_document, read_record, without_format
+from meseta.errors import MesetaError, check_keys, suggest
+from meseta.spec.documents import load_document, parse_dataclass, strip_format
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
 from meseta.spec.tiers import MEMORIES, Tier
@@ -40,7 +40,7 @@ class TableRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class PinnedPlacement:
     """Tables of an earlier plan whose placement is kept."""
 
     plan: str
@@ -65,7 +65,7 @@ class Constraints:
     """Bytes that remain unused on each device (`hbm`) or on each host (`host`, `disk`), by memory."""
     max_tables_per_rank: int | None = None
     """Maximum number of tables with a shard or replica on one rank. `None` means no limit."""
-    keep: Keep | None = None
+    keep: PinnedPlacement | None = None
     """Tables that keep their placement from an earlier plan."""
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class Constraints:
                     raise MesetaError(f"constraints: {kind}, group {number} is empty; name its tables, or remove it")
         check_keys("constraints: keep_free_bytes", self.keep_free_bytes, MEMORIES)
         for tier, free in self.keep_free_bytes.items():
-            _at_least(f"keep_free_bytes.{tier}", free, 0)
+            _check_min(f"keep_free_bytes.{tier}", free, 0)
         if self.max_tables_per_rank is not None:
-            _at_least("max_tables_per_rank", self.max_tables_per_rank, 1)
+            _check_min("max_tables_per_rank", self.max_tables_per_rank, 1)
 
     def rule(self, table: str) -> TableRule:
         """Return the combined rule for one table. See `tables` for the precedence of rules."""
@@ -90,7 +90,7 @@ class Constraints:
             options |= {entry.name: value for entry in fields(rule) if (value := getattr(rule, entry.name)) is not None}
         return TableRule(**options)
 
-    def group(self, names: Sequence[str], tables: Sequence[TableSpec]) -> list[str]:
+    def match_tables(self, names: Sequence[str], tables: Sequence[TableSpec]) -> list[str]:
         """Return the names of the tables that match any of `names`, in the order of `tables`."""
         return [table.name for table in tables if any(fnmatchcase(table.name, name) for name in names)]
 
@@ -106,7 +106,7 @@ class Constraints:
             named += [("keep.tables", name) for name in self.keep.tables]
         for where, name in named:
             if not any(fnmatchcase(table, name) for table in known):
-                raise MesetaError(f"constraints: {where}: no table matches {name!r}; {nearest(name, known)}")
+                raise MesetaError(f"constraints: {where}: no table matches {name!r}; {suggest(name, known)}")
         for table in tables:
             self._check_rule(table, topology)
         self._check_groups(tables, topology)
@@ -150,7 +150,7 @@ class Constraints:
     def _check_groups(self, tables: Sequence[TableSpec], topology: Topology) -> None:
         bound: dict[str, int] = {}
         for number, names in enumerate(self.together):
-            group = self.group(names, tables)
+            group = self.match_tables(names, tables)
             for name in group:
                 if name in bound:
                     raise MesetaError(f"constraints: table {name!r} is in two groups of together; merge the groups")
@@ -161,7 +161,7 @@ class Constraints:
                     f"constraints: {', '.join(map(repr, group))} are together, but share no allowed rank; allow one"
                 )
         for names in self.apart:
-            group = self.group(names, tables)
+            group = self.match_tables(names, tables)
             for one in group:
                 for other in group:
                     if one < other and one in bound and bound[one] == bound.get(other):
@@ -184,12 +184,12 @@ class Constraints:
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Constraints:
         """Parse constraints. Raises MesetaError if a key is unknown or a value is invalid."""
-        document = without_format("constraints", document, _FORMAT)
+        document = strip_format("constraints", document, _FORMAT)
         if isinstance(document.get("keep"), str):
             document["keep"] = {"plan": document["keep"]}
         if isinstance(document.get("tables"), Mapping):
-            document["tables"] = {name: _lists(rule) for name, rule in document["tables"].items()}
-        return read_record("constraints", Constraints, document)
+            document["tables"] = {name: _wrap_scalars(rule) for name, rule in document["tables"].items()}
+        return parse_dataclass("constraints", Constraints, document)
 
     @staticmethod
     def load(path: str | Path) -> Constraints:
@@ -197,12 +197,12 @@ class Constraints:
         return load_document("constraints", path, Constraints.from_dict)
 
 
-def _at_least(name: str, number: int, least: int) -> None:
+def _check_min(name: str, number: int, least: int) -> None:
     if number < least:
         raise MesetaError(f"constraints: {name} must be at least {least}, got {number}")
 
 
-def _lists(rule: Any) -> Any:
+def _wrap_scalars(rule: Any) -> Any:
     """Wrap scalar values of a rule in lists. Users may write `sharding: row_wise`."""
     if not isinstance(rule, Mapping):
         return rule

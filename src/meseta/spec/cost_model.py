@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, check_number
-from meseta.spec.documents import load_document, read_record, without_format, write_yaml
+from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
-from meseta.spec.tiers import CACHED_SHARE
+from meseta.spec.tiers import DEFAULT_CACHE_SHARE
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
-DRAWN = ", drawn"
+STOCHASTIC_SUFFIX = ", drawn"
 """Suffix of a codec name that denotes stochastic rounding."""
-_LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
+_DEFAULT_LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,13 @@ class UpdateCost:
     measured: bool = False
     source: str = ""
 
-    def number_seconds(self, optimizer: str) -> float:
+    def element_seconds(self, optimizer: str) -> float:
         """Return the seconds per element. Unknown optimizers cost as much as the slowest known one."""
         return self.number_s.get(optimizer, max(self.number_s.values(), default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCost:
+class HardwareCacheCost:
     """Hardware cache that keeps rows between steps."""
 
     cache_bytes: float = 0.0
@@ -120,27 +120,27 @@ class ExchangeCost:
     """Seconds per byte that is packed before sending, or unpacked after receiving."""
     bucket_id_s: float = 0.0
     """Seconds per id that is sorted by row range."""
-    inside_all_to_all: Link = _LINK
+    inside_all_to_all: Link = _DEFAULT_LINK
     # In an all-reduce of n bytes over R ranks, each rank sends 2 (R - 1) / R n bytes.
-    inside_all_reduce: Link = _LINK
-    across_all_to_all: Link = _LINK
-    across_all_reduce: Link = _LINK
+    inside_all_reduce: Link = _DEFAULT_LINK
+    across_all_to_all: Link = _DEFAULT_LINK
+    across_all_reduce: Link = _DEFAULT_LINK
     encode_number_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per encoded element, in addition to copying its bytes. Keys are codecs, or codecs with the suffix `DRAWN`
-    for stochastic rounding."""
+    """Seconds per encoded element, in addition to copying its bytes. Keys are codecs, or codecs with the suffix
+    `STOCHASTIC_SUFFIX` for stochastic rounding."""
     decode_number_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds per decoded element by codec, in addition to copying its bytes."""
     measured: bool = False
     source: str = ""
 
-    def codec_seconds(self, codec: str, *, is_drawn: bool = False) -> tuple[float, float]:
+    def codec_seconds(self, codec: str, *, stochastic: bool = False) -> tuple[float, float]:
         """Return the seconds to (encode, decode) one element.
 
-        `is_drawn` selects stochastic rounding, which some codecs use for gradients.
+        `stochastic` selects stochastic rounding, which some codecs use for gradients.
         """
         write_s = self.encode_number_s.get(codec, 0.0)
-        if is_drawn:
-            write_s = self.encode_number_s.get(codec + DRAWN, write_s)
+        if stochastic:
+            write_s = self.encode_number_s.get(codec + STOCHASTIC_SUFFIX, write_s)
         return write_s, self.decode_number_s.get(codec, 0.0)
 
 
@@ -173,7 +173,7 @@ class TierCost:
     """Seconds per random row read while many reads are in flight, the inverse of the IOPS of a host."""
     disk_processor_s: float = 2e-6
     """Seconds of rank time, without disk time, to fetch a row from disk and evict it later."""
-    cached_share: float = CACHED_SHARE
+    cached_share: float = DEFAULT_CACHE_SHARE
     """Default share of the rows of an offloaded table that fit in its cache."""
     measured: bool = False
     source: str = ""
@@ -191,7 +191,7 @@ class CostModel:
     """CPU threads per rank, if `device` is 'cpu'."""
     lookup: LookupCost = LookupCost()
     update: UpdateCost = UpdateCost()
-    cache: CacheCost = CacheCost()
+    cache: HardwareCacheCost = HardwareCacheCost()
     dense: DenseCost = DenseCost()
     exchange: ExchangeCost = ExchangeCost()
     tiers: TierCost = TierCost()
@@ -220,15 +220,15 @@ class CostModel:
     def from_dict(document: Mapping[Any, Any]) -> CostModel:
         """Parse a cost model. Raises MesetaError if a key is unknown or missing, or a value or the format is
         invalid."""
-        document = without_format("cost model", document, _FORMAT, required=True)
+        document = strip_format("cost model", document, _FORMAT, required=True)
         for key in ("device", "num_threads", *_GROUPS):
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
         groups: dict[str, Any] = {
-            name: read_record("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
+            name: parse_dataclass("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
         }
         neural = document.pop("neural", None)
-        plain = read_record("cost model", CostModel, document)
+        plain = parse_dataclass("cost model", CostModel, document)
         return replace(plain, neural=None if neural is None else NeuralCost.from_dict(neural), **groups)
 
     @staticmethod
@@ -244,7 +244,7 @@ class CostModel:
 _GROUPS: dict[str, type] = {
     "lookup": LookupCost,
     "update": UpdateCost,
-    "cache": CacheCost,
+    "cache": HardwareCacheCost,
     "dense": DenseCost,
     "exchange": ExchangeCost,
     "tiers": TierCost,

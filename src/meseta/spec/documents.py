@@ -10,8 +10,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MAX_WHOLE, MesetaError, StorageError, check_choice, check_keys, is_whole, shown
-from meseta.machine.files import escaped, is_read_failure, parse_json, read_bounded, write_whole
+from meseta.errors import MAX_INT64, MesetaError, StorageError, check_choice, check_keys, format_value, is_int
+from meseta.machine.files import escape, is_read_failure, parse_json, read_bounded, write_atomic
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     UTF-8, not YAML, not a mapping, or has a duplicate key. The messages do not contain the path.
     """
     try:
-        document = _parse(read_bounded(path))
+        document = _parse_document(read_bounded(path))
     except MesetaError:
         raise
     except OSError as error:
@@ -38,7 +38,7 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     return document
 
 
-def _parse(content: bytes) -> Any:
+def _parse_document(content: bytes) -> Any:
     # JSON parses faster than the same text as YAML. If it is invalid, the YAML parser reports the error.
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
@@ -56,17 +56,17 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
     try:
         return parse(read_mapping(path))
     except MesetaError as error:
-        raise MesetaError(escaped(f"{kind} file {str(path)!r}: {error}")) from None
+        raise MesetaError(escape(f"{kind} file {str(path)!r}: {error}")) from None
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
     """Write plain data to a YAML file atomically, with keys in their order. Raises MesetaError if writing fails."""
     import yaml
 
-    write_whole(path, yaml.safe_dump(document, sort_keys=False))
+    write_atomic(path, yaml.safe_dump(document, sort_keys=False))
 
 
-def without_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
+def strip_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
     """Return a copy of `document` without the key 'format'.
 
     Raises MesetaError if the format is not `name`, or if it is missing and `required`.
@@ -78,7 +78,7 @@ def without_format(owner: str, document: Mapping[Any, Any], name: str, *, requir
     return content
 
 
-def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
+def parse_dataclass(owner: str, form: type[T], document: Any, path: str = "") -> T:
     """Create an instance of the dataclass `form` from plain data, converting values to the types of its fields.
 
     Integers may be written as 1.0e9, lists become tuples, and null means the default. Raises MesetaError if a key is
@@ -94,7 +94,7 @@ def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
     values = {}
     for name, entry in entries.items():
         if document.get(name) is not None:
-            values[name] = _read(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
+            values[name] = _parse_value(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
         elif _is_required(entry):
             raise MesetaError(f"{where}: key {name!r} is missing")
     try:
@@ -107,28 +107,30 @@ def _is_required(entry: Field[Any]) -> bool:
     return entry.default is MISSING and entry.default_factory is MISSING
 
 
-def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
+def _parse_value(owner: str, path: str, kind: Any, value: Any) -> Any:
     """Convert a value to `kind`: a dataclass, enum, Literal or scalar, or a tuple, mapping or union with None of
     these."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         [kind] = [one for one in inner if one is not type(None)]
-        return _read(owner, path, kind, value)
+        return _parse_value(owner, path, kind, value)
     if is_dataclass(kind):
-        return read_record(owner, kind, value, path)  # type: ignore[arg-type]
+        return parse_dataclass(owner, kind, value, path)  # type: ignore[arg-type]
     if origin is tuple:
         if not isinstance(value, list | tuple):
             noun = "a list of integers" if inner[0] is int else "a list"
             raise MesetaError(f"{owner}: {path} must be {noun}, got {value!r}")
         numbered = get_origin(inner[0]) is tuple  # Error messages show other entries by value, without an index.
         paths = (f"{path}[{i}]" if numbered else path for i in range(len(value)))
-        return tuple(_read(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
+        return tuple(_parse_value(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise MesetaError(f"{owner}: {path} must be a mapping, got {value!r}")
         key_kind, value_kind = inner
         return {
-            _read(owner, f"a key of {path}", key_kind, key): _read(owner, f"{path}.{key}", value_kind, entry)
+            _parse_value(owner, f"a key of {path}", key_kind, key): _parse_value(
+                owner, f"{path}.{key}", value_kind, entry
+            )
             for key, entry in value.items()
         }
     if origin is Literal:
@@ -137,36 +139,41 @@ def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         check_choice(owner, path, value, [str(entry) for entry in kind])
         return kind(value)
-    return _SCALARS[kind](owner, path, value)
+    return _SCALAR_PARSERS[kind](owner, path, value)
 
 
-def _whole(owner: str, path: str, value: Any) -> int:
+def _parse_int(owner: str, path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():  # YAML reads 1.0e9 as a float.
         value = int(value)
-    if not is_whole(value):
-        raise MesetaError(f"{owner}: {path} must be an integer, got {shown(value)}")
-    if abs(value) > MAX_WHOLE:
-        raise MesetaError(f"{owner}: {path} must be at most {MAX_WHOLE}, got {shown(value)}")
+    if not is_int(value):
+        raise MesetaError(f"{owner}: {path} must be an integer, got {format_value(value)}")
+    if abs(value) > MAX_INT64:
+        raise MesetaError(f"{owner}: {path} must be at most {MAX_INT64}, got {format_value(value)}")
     return int(value)
 
 
-def _number(owner: str, path: str, value: Any) -> float:
+def _parse_float(owner: str, path: str, value: Any) -> float:
     with suppress(ValueError, TypeError, OverflowError):
         if not isinstance(value, bool):
             return float(value)
     raise MesetaError(f"{owner}: {path} must be a number, got {value!r}")
 
 
-def _text(owner: str, path: str, value: Any) -> str:
+def _parse_str(owner: str, path: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise MesetaError(f"{owner}: {path} must be a non-empty string, got {value!r}")
     return value
 
 
-def _truth(owner: str, path: str, value: Any) -> bool:
+def _parse_bool(owner: str, path: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise MesetaError(f"{owner}: {path} must be true or false, got {value!r}")
     return value
 
 
-_SCALARS: Mapping[Any, Callable[[str, str, Any], Any]] = {int: _whole, float: _number, str: _text, bool: _truth}
+_SCALAR_PARSERS: Mapping[Any, Callable[[str, str, Any], Any]] = {
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    bool: _parse_bool,
+}

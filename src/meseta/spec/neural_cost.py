@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meseta.errors import MesetaError, check_keys, is_whole
+from meseta.errors import MesetaError, check_keys, is_int
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PIECE_INPUTS = (
+SHARD_INPUTS = (
     "ids", "bags", "distinct", "lookup_misses", "update_misses", "update_bytes", "walks",
     "id_bytes", "miss_bytes", "out_bytes", "columns", "row_bytes", "num_rows", "stored_bytes",
     "is_unaligned", "is_half", "sgd", "rowwise_adagrad", "adagrad", "adam",
@@ -23,30 +23,30 @@ PIECE_INPUTS = (
 """Input features of a network per shard. Numeric features are logarithms."""
 RANK_INPUTS = ("seconds", "pieces")
 """Input features of a network per rank, as logarithms: predicted seconds and number of shards."""
-_ENDS = {
+_HEAD_ARRAYS = {
     "head_in": ("members", "head_inputs", "hidden"),
     "head_in_bias": ("members", "hidden"),
     "head_out": ("members", "hidden"),
     "head_out_bias": ("members",),
     "limits": (2,),
 }
-_INPUTS = {"center": ("inputs",), "scale": ("inputs",), "least": ("inputs",), "most": ("inputs",)}
-PIECE_ARRAYS: Mapping[str, tuple[str | int, ...]] = {
-    **_INPUTS,
-    **{f"rank_{name}": (len(RANK_INPUTS),) for name in _INPUTS},
+_NORMALIZATION_ARRAYS = {"center": ("inputs",), "scale": ("inputs",), "least": ("inputs",), "most": ("inputs",)}
+SHARD_ARRAYS: Mapping[str, tuple[str | int, ...]] = {
+    **_NORMALIZATION_ARRAYS,
+    **{f"rank_{name}": (len(RANK_INPUTS),) for name in _NORMALIZATION_ARRAYS},
     "table_in": ("members", "inputs", "hidden"),
     "table_in_bias": ("members", "hidden"),
     "table_out": ("members", "hidden", "summed"),
     "table_out_bias": ("members", "summed"),
-    **_ENDS,
+    **_HEAD_ARRAYS,
 }
 """Arrays of a lookup or update network, with the names or values of their dimensions."""
-COLLECTIVE_ARRAYS: Mapping[str, tuple[str | int, ...]] = {**_INPUTS, **_ENDS}
+COLLECTIVE_ARRAYS: Mapping[str, tuple[str | int, ...]] = {**_NORMALIZATION_ARRAYS, **_HEAD_ARRAYS}
 """Arrays of a collective network, with the names or values of their dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberArray:
+class Float32Array:
     """Array of finite float32 numbers in a serializable form."""
 
     shape: tuple[int, ...]
@@ -67,14 +67,14 @@ class NumberArray:
             raise MesetaError("float32 contains a non-finite number")
 
     @staticmethod
-    def of(numbers: NDArray[Any]) -> NumberArray:
+    def from_array(numbers: NDArray[Any]) -> Float32Array:
         """Create an instance from an array of any shape. Raises MesetaError if a number is not finite in float32."""
         import numpy as np
 
         data = np.ascontiguousarray(numbers, "<f4").tobytes()
-        return NumberArray(shape=numbers.shape, float32=base64.b64encode(data).decode())
+        return Float32Array(shape=numbers.shape, float32=base64.b64encode(data).decode())
 
-    def numbers(self) -> NDArray[np.float64]:
+    def to_array(self) -> NDArray[np.float64]:
         """Return the numbers as a float64 array of `shape`."""
         import numpy as np
 
@@ -82,7 +82,7 @@ class NumberArray:
         return np.frombuffer(data, "<f4").astype(np.float64).reshape(self.shape)
 
 
-Network = Mapping[str, NumberArray]
+Network = Mapping[str, Float32Array]
 """Arrays of one network by name."""
 
 
@@ -95,9 +95,9 @@ class NeuralCost:
     """
 
     lookup: Network
-    """Network for lookups, with the arrays of `PIECE_ARRAYS`."""
+    """Network for lookups, with the arrays of `SHARD_ARRAYS`."""
     update: Network
-    """Network for table updates, with the arrays of `PIECE_ARRAYS`."""
+    """Network for table updates, with the arrays of `SHARD_ARRAYS`."""
     collectives: Mapping[int, Network] = field(default_factory=dict)
     """Networks for collectives inside one host, by number of devices, with the arrays of `COLLECTIVE_ARRAYS`."""
     source: str = ""
@@ -105,12 +105,12 @@ class NeuralCost:
 
     def __post_init__(self) -> None:
         for name in ("lookup", "update"):
-            sizes = {"inputs": len(PIECE_INPUTS)}
-            dims = _check_arrays(f"neural.{name}", getattr(self, name), PIECE_ARRAYS, sizes)
+            sizes = {"inputs": len(SHARD_INPUTS)}
+            dims = _check_arrays(f"neural.{name}", getattr(self, name), SHARD_ARRAYS, sizes)
             _check_size(f"neural.{name}", "head_in", dims["head_inputs"], dims["summed"] + len(RANK_INPUTS))
         for num_ranks, network in self.collectives.items():
             where = f"neural.collectives.{num_ranks}"
-            if not is_whole(num_ranks) or num_ranks < 2:
+            if not is_int(num_ranks) or num_ranks < 2:
                 raise MesetaError(f"cost model: {where}: the key must be a number of devices, at least 2")
             dims = _check_arrays(where, network, COLLECTIVE_ARRAYS, {"inputs": num_ranks + 2})
             _check_size(where, "head_in", dims["head_inputs"], dims["inputs"])
@@ -130,7 +130,7 @@ class NeuralCost:
 
         Raises MesetaError if a key is unknown or missing, or an array is truncated, non-finite or of the wrong shape.
         """
-        document = _mapping("neural", document)
+        document = _check_mapping("neural", document)
         keys = ("lookup", "update", "collectives", "source")
         check_keys("cost model: neural", document, keys)
         for key in keys:
@@ -138,7 +138,7 @@ class NeuralCost:
                 raise MesetaError(f"cost model: neural.{key} is missing; run `meseta calibrate --neural` again")
         if not isinstance(document["source"], str):
             raise MesetaError(f"cost model: neural.source must be a string, got {document['source']!r}")
-        collectives = _mapping("neural.collectives", document["collectives"])
+        collectives = _check_mapping("neural.collectives", document["collectives"])
         return NeuralCost(
             lookup=_read_network("neural.lookup", document["lookup"]),
             update=_read_network("neural.update", document["update"]),
@@ -178,23 +178,23 @@ def _to_dict(network: Network) -> dict[str, Any]:
 
 
 def _read_network(where: str, document: object) -> Network:
-    return {str(name): _read_array(f"{where}.{name}", value) for name, value in _mapping(where, document).items()}
+    return {str(name): _read_array(f"{where}.{name}", value) for name, value in _check_mapping(where, document).items()}
 
 
-def _read_array(where: str, document: object) -> NumberArray:
-    array = _mapping(where, document)
+def _read_array(where: str, document: object) -> Float32Array:
+    array = _check_mapping(where, document)
     if set(array) != {"shape", "float32"} or not isinstance(array["float32"], str):
         raise MesetaError(f"cost model: {where} must have the keys shape and float32, got {sorted(map(str, array))}")
     shape = array["shape"]
-    if not isinstance(shape, Sequence) or not all(is_whole(size) and size >= 1 for size in shape):
+    if not isinstance(shape, Sequence) or not all(is_int(size) and size >= 1 for size in shape):
         raise MesetaError(f"cost model: {where}.shape must be a list of positive integers, got {shape!r}")
     try:
-        return NumberArray(shape=tuple(shape), float32=array["float32"])
+        return Float32Array(shape=tuple(shape), float32=array["float32"])
     except MesetaError as error:
         raise MesetaError(f"cost model: {where}: {error}") from None
 
 
-def _mapping(where: str, document: object) -> Mapping[Any, Any]:
+def _check_mapping(where: str, document: object) -> Mapping[Any, Any]:
     if not isinstance(document, Mapping):
         raise MesetaError(f"cost model: {where} must be a mapping, got {document!r}")
     return document

@@ -13,26 +13,26 @@ from meseta.errors import MesetaError, check_choice, check_number
 WeightDecayMode = Literal["coupled", "decoupled"]
 SteppedRows = Literal["touched", "looked_up", "all"]
 
-_ALWAYS = ("lr", "clip_value", "clip_norm", "stepped_rows")
-_DECAY = ("weight_decay", "weight_decay_mode", "l1")
-_MOMENTS = ("eps", "beta1", "beta2")
-_ADAGRAD = ("eps", "initial_accumulator")
+_COMMON_FIELDS = ("lr", "clip_value", "clip_norm", "stepped_rows")
+_DECAY_FIELDS = ("weight_decay", "weight_decay_mode", "l1")
+_MOMENT_FIELDS = ("eps", "beta1", "beta2")
+_ADAGRAD_FIELDS = ("eps", "initial_accumulator")
 USED_FIELDS: dict[str, tuple[str, ...]] = {
-    "sgd": (*_ALWAYS, *_DECAY, "momentum"),
-    "adagrad": (*_ALWAYS, *_DECAY, *_ADAGRAD),
-    "rowwise_adagrad": (*_ALWAYS, *_DECAY, *_ADAGRAD),
-    "adam": (*_ALWAYS, *_DECAY, *_MOMENTS),
-    "adamw": (*_ALWAYS, "weight_decay", *_MOMENTS),
-    "rowwise_adam": (*_ALWAYS, *_DECAY, *_MOMENTS),
-    "lamb": (*_ALWAYS, "weight_decay", *_MOMENTS),
-    "rowwise_lamb": (*_ALWAYS, "weight_decay", *_MOMENTS),
-    "lars": (*_ALWAYS, "weight_decay", "momentum", "trust_coefficient"),
-    "ftrl": (*_ALWAYS, "initial_accumulator", "beta", "l1", "l2"),
-    "rmsprop": (*_ALWAYS, *_DECAY, "eps", "alpha", "momentum"),
+    "sgd": (*_COMMON_FIELDS, *_DECAY_FIELDS, "momentum"),
+    "adagrad": (*_COMMON_FIELDS, *_DECAY_FIELDS, *_ADAGRAD_FIELDS),
+    "rowwise_adagrad": (*_COMMON_FIELDS, *_DECAY_FIELDS, *_ADAGRAD_FIELDS),
+    "adam": (*_COMMON_FIELDS, *_DECAY_FIELDS, *_MOMENT_FIELDS),
+    "adamw": (*_COMMON_FIELDS, "weight_decay", *_MOMENT_FIELDS),
+    "rowwise_adam": (*_COMMON_FIELDS, *_DECAY_FIELDS, *_MOMENT_FIELDS),
+    "lamb": (*_COMMON_FIELDS, "weight_decay", *_MOMENT_FIELDS),
+    "rowwise_lamb": (*_COMMON_FIELDS, "weight_decay", *_MOMENT_FIELDS),
+    "lars": (*_COMMON_FIELDS, "weight_decay", "momentum", "trust_coefficient"),
+    "ftrl": (*_COMMON_FIELDS, "initial_accumulator", "beta", "l1", "l2"),
+    "rmsprop": (*_COMMON_FIELDS, *_DECAY_FIELDS, "eps", "alpha", "momentum"),
     "frozen": (),
 }
 """Fields that each row optimizer uses, by its name. A custom optimizer may use all fields."""
-COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
+COUPLED_DECAY_OPTIMIZERS = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
 """Row optimizers that can add weight decay and L1 penalties to the gradient."""
 
 
@@ -94,7 +94,7 @@ class OptimizerSpec:
     """Number of state values per row of a custom optimizer. The planner uses it to predict memory."""
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether `name` is the import path of a custom optimizer."""
         return ":" in self.name
 
@@ -112,7 +112,7 @@ class OptimizerSpec:
             "rmsprop": (1 + has_velocity, 0),
             "frozen": (0, 0),
         }
-        return (self.element_states, self.row_states) if self.is_own else counts.get(self.name, (2, 0))
+        return (self.element_states, self.row_states) if self.is_custom else counts.get(self.name, (2, 0))
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or ":" not in self.name:
@@ -122,18 +122,18 @@ class OptimizerSpec:
         check_choice(owner, "weight_decay_mode", self.weight_decay_mode, get_args(WeightDecayMode))
         check_choice(owner, "stepped_rows", self.stepped_rows, get_args(SteppedRows))
         self._check_options(owner)
-        if not self.is_own:
-            self._check_used(owner)
+        if not self.is_custom:
+            self._check_unused_fields(owner)
         if self.stepped_rows == "looked_up":
             self._check_looked_up(owner)
         if self.name == "ftrl" and self.beta + self.initial_accumulator == 0.0:
             raise MesetaError(f"{owner}: the sum of beta and initial_accumulator must not be 0; increase one of them")
 
     def _check_looked_up(self, owner: str) -> None:
-        if not self.is_own and self.name not in COUPLED:
+        if not self.is_custom and self.name not in COUPLED_DECAY_OPTIMIZERS:
             raise MesetaError(
                 f"{owner}: stepped_rows 'looked_up' requires an optimizer that can add weight decay to the gradient; "
-                f"set stepped_rows to 'touched', or use one of {', '.join(COUPLED)}"
+                f"set stepped_rows to 'touched', or use one of {', '.join(COUPLED_DECAY_OPTIMIZERS)}"
             )
         if self.weight_decay_mode == "decoupled":
             raise MesetaError(
@@ -169,7 +169,7 @@ class OptimizerSpec:
             ) from None
         object.__setattr__(self, "options", dict(self.options))
 
-    def _check_used(self, owner: str) -> None:
+    def _check_unused_fields(self, owner: str) -> None:
         """Raise MesetaError if a field without effect was set."""
         used = USED_FIELDS[self.name]
         for entry in fields(self):

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from meseta.errors import MesetaError, check_choice, is_whole, nearest
-from meseta.machine.files import json_text, write_whole
-from meseta.spec.codecs import DensePath, Exchange
+from meseta.errors import MesetaError, check_choice, is_int, suggest
+from meseta.machine.files import format_json, write_atomic
+from meseta.spec.codecs import CrossHostAlgorithm, ExchangeAlgorithm
 from meseta.spec.documents import load_document
-from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, MAX_RANKS, Shard, ShardingType, TablePlan
+from meseta.spec.shards import COLUMN_BLOCK, MAX_RANKS, SINGLE_HOST_TYPES, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
-from meseta.spec.tiers import DISK, FAR_TIERS, HBM, StorageOptions, Tier
+from meseta.spec.tiers import DISK, HBM, OFFLOADED_TIERS, StorageOptions, Tier
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:
@@ -23,7 +23,7 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
     Shards must start at multiples of `COLUMN_BLOCK` columns, and their row ranges must be equal or disjoint.
     """
     # The checks below take quadratic time, so they only run to find out what is wrong.
-    if _tiles(table, entry.shards):
+    if _is_tiling(table, entry.shards):
         return
     where = f"plan: table {table.name!r} ({entry.sharding})"
     area = 0
@@ -52,7 +52,7 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
         )
 
 
-def _tiles(table: TableSpec, shards: Sequence[Shard]) -> bool:
+def _is_tiling(table: TableSpec, shards: Sequence[Shard]) -> bool:
     """Whether the shards tile the table, without overlaps and with aligned columns."""
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
@@ -60,7 +60,7 @@ def _tiles(table: TableSpec, shards: Sequence[Shard]) -> bool:
     columns = [sorted(shard.columns for shard in pieces) for pieces in ranges.values()]
     aligned = all(shard.columns[0] % COLUMN_BLOCK == 0 for shard in shards)
     return aligned and all(
-        _is_chain(spans, last)
+        _is_contiguous(spans, last)
         for spans, last in [
             (sorted(ranges), table.num_embeddings),
             *((spans, table.embedding_dim) for spans in columns),
@@ -68,13 +68,13 @@ def _tiles(table: TableSpec, shards: Sequence[Shard]) -> bool:
     )
 
 
-def _is_chain(spans: Sequence[tuple[int, int]], last: int) -> bool:
+def _is_contiguous(spans: Sequence[tuple[int, int]], last: int) -> bool:
     """Whether non-empty spans cover 0 to `last` without gaps or overlaps."""
     ends = [0, *(stop for _, stop in spans)]
     return ends[-1] == last and all(a == end and a < b for (a, b), end in zip(spans, ends, strict=False))
 
 
-def check_scheme(table: TableSpec, entry: TablePlan, num_ranks: int, per_host: int) -> None:
+def check_sharding(table: TableSpec, entry: TablePlan, num_ranks: int, per_host: int) -> None:
     """Raise MesetaError unless the shards conform to their sharding type on hosts of `per_host` ranks.
 
     The shards must tile the table, see `check_tiling`.
@@ -99,7 +99,7 @@ def check_scheme(table: TableSpec, entry: TablePlan, num_ranks: int, per_host: i
         raise MesetaError(f"{where}: each shard must have all rows; use row_wise to split rows")
     if sharding is ShardingType.TABLE_ROW_WISE and any(s.num_columns != table.embedding_dim for s in shards):
         raise MesetaError(f"{where}: each shard must have all columns; use grid to split rows and columns")
-    if sharding in (*IN_ONE_HOST, ShardingType.GRID):
+    if sharding in (*SINGLE_HOST_TYPES, ShardingType.GRID):
         hosts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             part = shard.columns if sharding is ShardingType.GRID else (0, table.embedding_dim)
@@ -122,8 +122,8 @@ def _check_replica(where: str, shard: Shard, table: TableSpec, num_ranks: int) -
         raise MesetaError(f"{where}: replicas must have all columns of their rows")
 
 
-FORMAT = "meseta.plan/1"
-PATH_KEYS = ("devices_per_host", "exchange", "dense_exchange")
+PLAN_FORMAT = "meseta.plan/1"
+OPTIONAL_PLAN_KEYS = ("devices_per_host", "exchange", "dense_exchange")
 """Optional keys of a plan document."""
 
 
@@ -135,16 +135,16 @@ class Plan:
     tables: tuple[TablePlan, ...]
     devices_per_host: int | None = None
     """Ranks per host. Rank r is on host r // devices_per_host. `None` means that all ranks share one host."""
-    exchange: Exchange | None = None
+    exchange: ExchangeAlgorithm | None = None
     """Algorithm for exchanging ids, embeddings and their gradients. `None` means `flat`, unless the run chooses another
     one."""
-    dense_exchange: DensePath | None = None
+    dense_exchange: CrossHostAlgorithm | None = None
     """Inter-host algorithm of all-reduces, used with exchange `two_level` or a codec. `None` means `twins`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
             raise MesetaError(f"plan: num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {self.num_ranks}")
-        if self.num_ranks % self.per_host:
+        if self.num_ranks % self.ranks_per_host:
             raise MesetaError(
                 f"plan: num_ranks must be a multiple of devices_per_host, got {self.num_ranks} and "
                 f"{self.devices_per_host}"
@@ -159,33 +159,33 @@ class Plan:
                         f"0..{self.num_ranks - 1}, got {list(shard.ranks)}"
                     )
                 check_choice(f"plan: table {entry.table!r}", "tier", shard.tier, get_args(Tier))
-                _check_near_rows(shard)
+                _check_cache_rows(shard)
         check_exchanges(self.exchange, self.dense_exchange)
 
     @property
-    def is_two_level(self) -> bool:
+    def is_hierarchical(self) -> bool:
         """Whether the exchange is hierarchical. `False` on a single host, or with one rank per host."""
-        return self.exchange == "two_level" and 1 < self.per_host < self.num_ranks
+        return self.exchange == "two_level" and 1 < self.ranks_per_host < self.num_ranks
 
     @property
-    def per_host(self) -> int:
+    def ranks_per_host(self) -> int:
         return self.num_ranks if self.devices_per_host is None else self.devices_per_host
 
     @property
-    def layout(self) -> str:
+    def ranks_text(self) -> str:
         """Human-readable number of ranks and hosts, such as '4 ranks on 2 hosts'."""
         # Sums over ranks depend on both numbers.
-        hosts = self.num_ranks // self.per_host
+        hosts = self.num_ranks // self.ranks_per_host
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}" + f" on {hosts} hosts" * (hosts > 1)
 
     @property
-    def lies_far(self) -> bool:
+    def has_offloaded_tables(self) -> bool:
         """Whether any table has offloaded shards."""
-        return any(shard.tier in FAR_TIERS for entry in self.tables for shard in entry.shards)
+        return any(shard.tier in OFFLOADED_TIERS for entry in self.tables for shard in entry.shards)
 
     def __getitem__(self, table: str) -> TablePlan:
         if table not in self._by_name:
-            raise MesetaError(f"plan: no table {table!r}; {nearest(table, self._by_name)}")
+            raise MesetaError(f"plan: no table {table!r}; {suggest(table, self._by_name)}")
         return self._by_name[table]
 
     @cached_property
@@ -197,16 +197,16 @@ class Plan:
         known, planned = {table.name for table in tables}, set()
         for entry in self.tables:
             if entry.table not in known:
-                raise MesetaError(f"plan: the model has no table {entry.table!r}; {nearest(entry.table, known)}")
+                raise MesetaError(f"plan: the model has no table {entry.table!r}; {suggest(entry.table, known)}")
             if entry.table in planned:
                 raise MesetaError(f"plan: table {entry.table!r} is placed twice; remove one of its entries")
             planned.add(entry.table)
         for table in tables:
             check_tiling(table, self[table.name])
-            check_scheme(table, self[table.name], self.num_ranks, self.per_host)
+            check_sharding(table, self[table.name], self.num_ranks, self.ranks_per_host)
             _check_tiers(table, self[table.name])
 
-    def check_room(self, storage: StorageOptions) -> None:
+    def check_storage(self, storage: StorageOptions) -> None:
         """Raise MesetaError if a table is in tier `disk`, but `storage` has no folder for it."""
         for entry in self.tables:
             if storage.dir is None and any(shard.tier == DISK for shard in entry.shards):
@@ -218,14 +218,14 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for JSON or YAML that lists all shards. `from_dict` is the inverse."""
         return {
-            "format": FORMAT,
+            "format": PLAN_FORMAT,
             "num_ranks": self.num_ranks,
-            **{key: getattr(self, key) for key in PATH_KEYS if getattr(self, key) is not None},
+            **{key: getattr(self, key) for key in OPTIONAL_PLAN_KEYS if getattr(self, key) is not None},
             "tables": {
                 entry.table: {
                     "sharding": str(entry.sharding),
                     "cost": entry.cost,
-                    "shards": [_written(shard) for shard in entry.shards],
+                    "shards": [_shard_to_dict(shard) for shard in entry.shards],
                 }
                 for entry in self.tables
             },
@@ -253,32 +253,35 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file atomically. Raises MesetaError if writing fails."""
-        write_whole(path, json_text(self.to_dict()))
+        write_atomic(path, format_json(self.to_dict()))
 
 
 def check_exchanges(exchange: object, dense_exchange: object) -> None:
     """Raise MesetaError unless both algorithms of a plan are `None` or valid."""
-    for key, value, names in (("exchange", exchange, Exchange), ("dense_exchange", dense_exchange, DensePath)):
+    for key, value, names in (
+        ("exchange", exchange, ExchangeAlgorithm),
+        ("dense_exchange", dense_exchange, CrossHostAlgorithm),
+    ):
         if value is not None:
             check_choice("plan", key, value, get_args(names))
 
 
-def _written(shard: Shard) -> dict[str, Any]:
-    near = {} if shard.near_rows is None else {"near_rows": shard.near_rows}
+def _shard_to_dict(shard: Shard) -> dict[str, Any]:
+    near = {} if shard.cache_rows is None else {"near_rows": shard.cache_rows}
     places = {"rows": list(shard.rows), "columns": list(shard.columns), "ranks": list(shard.ranks)}
     return {**places, "tier": shard.tier, **near}
 
 
-def _check_near_rows(shard: Shard) -> None:
-    near_rows = shard.near_rows
+def _check_cache_rows(shard: Shard) -> None:
+    near_rows = shard.cache_rows
     if near_rows is None:
         return
-    if shard.tier not in FAR_TIERS:
+    if shard.tier not in OFFLOADED_TIERS:
         raise MesetaError(
             f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}, but only tiers "
-            f"{' and '.join(map(repr, FAR_TIERS))} have a cache; remove near_rows, or use one of these tiers"
+            f"{' and '.join(map(repr, OFFLOADED_TIERS))} have a cache; remove near_rows, or use one of these tiers"
         )
-    if not is_whole(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
+    if not is_int(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
         raise MesetaError(
             f"plan: table {shard.table!r}, rows {list(shard.rows)}: near_rows must be an integer in "
             f"1..{shard.num_rows:,}, got {near_rows!r}"

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meseta.errors import MAX_WHOLE, MesetaError, check_keys, check_number, is_whole, nearest, shown
-from meseta.spec.plan import FORMAT, PATH_KEYS, Plan, check_exchanges
-from meseta.spec.shards import IN_ONE_HOST, MAX_RANKS, Shard, ShardingType, TablePlan, cut
-from meseta.spec.tables import VALUE_BYTES, TableSpec
+from meseta.errors import MAX_INT64, MesetaError, check_keys, check_number, format_value, is_int, suggest
+from meseta.spec.plan import OPTIONAL_PLAN_KEYS, PLAN_FORMAT, Plan, check_exchanges
+from meseta.spec.shards import MAX_RANKS, SINGLE_HOST_TYPES, Shard, ShardingType, TablePlan, shard_table
+from meseta.spec.tables import ELEMENT_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
-PLAN_NAME = "plan.json"
+PLAN_FILE = "plan.json"
 """File name of the plan in a run folder."""
-PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
+PLAN_KEYS = ("format", "num_ranks", *OPTIONAL_PLAN_KEYS, "tables")
 TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
 SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
 
@@ -22,8 +22,8 @@ SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
     """Parse a plan. See `Plan.from_dict`."""
     check_keys("plan", document, PLAN_KEYS)
-    if document.get("format", FORMAT) != FORMAT:
-        raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {FORMAT!r}")
+    if document.get("format", PLAN_FORMAT) != PLAN_FORMAT:
+        raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {PLAN_FORMAT!r}")
     if document.get("num_ranks", num_ranks) != num_ranks:
         raise MesetaError(
             f"plan: it is for {document['num_ranks']} ranks, but this run has {num_ranks}; "
@@ -36,9 +36,9 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
     default = entries.pop("*", None)
     for name in entries:
         if name not in {table.name for table in tables}:
-            raise MesetaError(f"plan: the model has no table {name!r}; {nearest(name, [t.name for t in tables])}")
+            raise MesetaError(f"plan: the model has no table {name!r}; {suggest(name, [t.name for t in tables])}")
     per_host = document.get("devices_per_host")
-    if per_host is not None and not (is_whole(per_host) and per_host > 0 and num_ranks % per_host == 0):
+    if per_host is not None and not (is_int(per_host) and per_host > 0 and num_ranks % per_host == 0):
         raise MesetaError(
             f"plan: devices_per_host must be an integer that divides num_ranks ({num_ranks}), got {per_host!r}"
         )
@@ -54,14 +54,14 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
                 f"plan: table {table.name!r} must have a sharding type such as 'row_wise', or a mapping, got {entry!r}"
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
-    paths = {key: document.get(key) for key in PATH_KEYS}
+    paths = {key: document.get(key) for key in OPTIONAL_PLAN_KEYS}
     check_exchanges(paths["exchange"], paths["dense_exchange"])
     plan = Plan(num_ranks=num_ranks, tables=tuple(placed), **paths)
     plan.check(tables)
     return plan
 
 
-def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpec, ...]]:
+def read_explicit_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpec, ...]]:
     """Parse a plan that lists all shards, and infer the names and sizes of its tables.
 
     The returned `TableSpec`s have default values for all other fields. Raises MesetaError if `num_ranks` or the shards
@@ -72,11 +72,11 @@ def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpe
         raise MesetaError("it must have num_ranks and tables; create it with `meseta plan --out`")
     if not 1 <= num_ranks <= MAX_RANKS:
         raise MesetaError(f"num_ranks must be at least 1 and at most {MAX_RANKS:,}, got {num_ranks}")
-    specs = tuple(_spec(str(name), entry) for name, entry in entries.items())
+    specs = tuple(_table_spec(str(name), entry) for name, entry in entries.items())
     return read_plan(document, specs, num_ranks), specs
 
 
-def why_not_on(document: Mapping[Any, Any], num_ranks: int) -> str | None:
+def rank_mismatch_reason(document: Mapping[Any, Any], num_ranks: int) -> str | None:
     """Return why a plan document cannot be used on `num_ranks` ranks, or `None` if it can. Does not check the
     tables."""
     fixed, per_host = document.get("num_ranks", num_ranks), document.get("devices_per_host")
@@ -103,7 +103,7 @@ def _named_ranks(entry: Any) -> list[int]:
     return named
 
 
-def _spec(name: str, entry: object) -> TableSpec:
+def _table_spec(name: str, entry: object) -> TableSpec:
     """Infer the size of a table from its shards."""
     try:
         shards = entry["shards"]  # type: ignore[index]
@@ -121,7 +121,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
     check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
         raise MesetaError(
-            f"{where}: sharding {entry.get('sharding')!r} is unknown; {nearest(entry.get('sharding'), ShardingType)}"
+            f"{where}: sharding {entry.get('sharding')!r} is unknown; {suggest(entry.get('sharding'), ShardingType)}"
         )
     sharding = ShardingType(entry["sharding"])
     if "shards" in entry:
@@ -138,9 +138,9 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
     else:
         ranks = entry.get("ranks", _default_ranks(sharding, per_host, held_bytes))
         hot_rows = entry.get("hot_rows", 0)
-        if not is_whole(hot_rows):
+        if not is_int(hot_rows):
             raise MesetaError(f"{where}: hot_rows must be an integer, got {hot_rows!r}")
-        placed = cut(
+        placed = shard_table(
             table,
             sharding,
             _read_integers(f"{where}: ranks", [ranks] if isinstance(ranks, int) else ranks),
@@ -151,14 +151,14 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         tier, near_rows = str(entry.get("tier", HBM)), _read_near_rows(where, entry)
         pieces = (
             # near_rows applies to each shard, but small shards may have fewer rows.
-            replace(s, tier=tier, near_rows=None if near_rows is None else min(near_rows, max(s.num_rows, 1)))
+            replace(s, tier=tier, cache_rows=None if near_rows is None else min(near_rows, max(s.num_rows, 1)))
             for s in placed.shards
         )
         placed = replace(placed, shards=tuple(pieces))
     for shard in placed.shards:
         for rank in shard.ranks:
             if 0 <= rank < len(held_bytes):
-                held_bytes[rank] += shard.num_rows * shard.num_columns * VALUE_BYTES[table.dtype]
+                held_bytes[rank] += shard.num_rows * shard.num_columns * ELEMENT_BYTES[table.dtype]
     cost = entry.get("cost", 0.0)
     seconds = check_number(where, "cost", cost)
     if seconds < 0:
@@ -171,7 +171,7 @@ def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[i
     ranks = list(range(len(held_bytes)))
     if sharding is ShardingType.TABLE_WISE:
         return [min(ranks, key=lambda rank: (held_bytes[rank], rank))]
-    if sharding in IN_ONE_HOST:
+    if sharding in SINGLE_HOST_TYPES:
         hosts = [ranks[first : first + per_host] for first in range(0, len(ranks), per_host)]
         return min(hosts, key=lambda host: (sum(held_bytes[rank] for rank in host), host))
     return ranks
@@ -196,21 +196,21 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
         columns=(columns[0], columns[1]),
         ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
         tier=str(piece.get("tier", HBM)),
-        near_rows=_read_near_rows(where, piece),
+        cache_rows=_read_near_rows(where, piece),
     )
 
 
 def _read_near_rows(where: str, entry: Mapping[Any, Any]) -> int | None:
     near_rows = entry.get("near_rows")
-    if near_rows is not None and not is_whole(near_rows):
-        raise MesetaError(f"{where}: near_rows must be an integer, got {shown(near_rows)}")
-    if near_rows is not None and near_rows > MAX_WHOLE:
-        raise MesetaError(f"{where}: near_rows must be at most {MAX_WHOLE}, got {shown(near_rows)}")
+    if near_rows is not None and not is_int(near_rows):
+        raise MesetaError(f"{where}: near_rows must be an integer, got {format_value(near_rows)}")
+    if near_rows is not None and near_rows > MAX_INT64:
+        raise MesetaError(f"{where}: near_rows must be at most {MAX_INT64}, got {format_value(near_rows)}")
     return near_rows
 
 
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list | tuple)
-    if not is_list or not all(map(is_whole, value)):
+    if not is_list or not all(map(is_int, value)):
         raise MesetaError(f"{where} must be a list of integers, got {value!r}")
     return tuple(value)

@@ -37,9 +37,9 @@ class ShardingType(enum.StrEnum):
     """The first rows, which should be the most frequent ones, are data_parallel. The remaining rows are row_wise."""
 
 
-SUMMED_IN_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
+HOST_REDUCED_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
 """Sharding types whose partial bags are summed inside a host."""
-IN_ONE_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
+SINGLE_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
 """Sharding types that place all shards of a table on one host."""
 
 
@@ -56,7 +56,7 @@ class Shard:
     """Rank that owns the shard, or all ranks if the shard is replicated."""
     tier: str = HBM
     """Storage tier of the rows: 'hbm', 'host', 'cached' or 'disk'."""
-    near_rows: int | None = None
+    cache_rows: int | None = None
     """Capacity of the row cache in tiers 'cached' and 'disk'. `None` derives it from the available memory."""
 
     @property
@@ -93,10 +93,10 @@ class TablePlan:
 
 
 T = TypeVar("T")
-_Span = tuple[int, int]
+_Range = tuple[int, int]
 
 
-def cut(
+def shard_table(
     table: TableSpec,
     sharding: ShardingType,
     ranks: Sequence[int],
@@ -135,14 +135,14 @@ def cut(
     if hot_rows and not is_hot:
         raise MesetaError(f"{where}: hot_rows can only be used with hot_replicated; remove hot_rows")
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-    pieces: list[tuple[_Span, _Span, tuple[int, ...]]]
+    pieces: list[tuple[_Range, _Range, tuple[int, ...]]]
     if sharding in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
         pieces = [(rows, columns, tuple(ranks))]
     elif sharding in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-        pieces = [(span, columns, (rank,)) for span, rank in _deal(rows, ranks)]
+        pieces = [(span, columns, (rank,)) for span, rank in _split_evenly(rows, ranks)]
     elif is_hot:
         everywhere = tuple(ranks if num_ranks is None else range(num_ranks))
-        cold = _deal((hot_rows, table.num_embeddings), ranks)
+        cold = _split_evenly((hot_rows, table.num_embeddings), ranks)
         pieces = [((0, hot_rows), columns, everywhere), *((span, columns, (rank,)) for span, rank in cold)]
     elif sharding is ShardingType.GRID:
         hosts: dict[int, list[int]] = {}
@@ -150,17 +150,17 @@ def cut(
             hosts.setdefault(rank // devices_per_host if devices_per_host else 0, []).append(rank)
         pieces = [
             (row_span, column_span, (rank,))
-            for column_span, host_ranks in _deal(columns, list(hosts.values()), COLUMN_BLOCK)
-            for row_span, rank in _deal(rows, host_ranks)
+            for column_span, host_ranks in _split_evenly(columns, list(hosts.values()), COLUMN_BLOCK)
+            for row_span, rank in _split_evenly(rows, host_ranks)
         ]
         pieces.sort()
     else:
-        pieces = [(rows, span, (rank,)) for span, rank in _deal(columns, ranks, COLUMN_BLOCK)]
+        pieces = [(rows, span, (rank,)) for span, rank in _split_evenly(columns, ranks, COLUMN_BLOCK)]
     shards = tuple(Shard(table=table.name, rows=r, columns=c, ranks=owners) for r, c, owners in pieces)
     return TablePlan(table=table.name, sharding=sharding, shards=shards)
 
 
-def _deal(span: _Span, owners: Sequence[T], align: int = 1) -> list[tuple[_Span, T]]:
+def _split_evenly(span: _Range, owners: Sequence[T], align: int = 1) -> list[tuple[_Range, T]]:
     """Split `span` into contiguous parts of equal size, one per owner, aligned to `align` relative to its start.
 
     The last part may be shorter, and the last owners may get none.

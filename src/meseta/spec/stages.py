@@ -20,15 +20,15 @@ StageName = Literal[
 Overlap = Literal["ids", "answers", "gradients", "dense", "agree"]
 OVERLAPS: tuple[Overlap, ...] = ("ids", "answers", "gradients", "dense", "agree")
 """Transfers that can overlap with computation, in the order in which a batch needs them."""
-Component = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
-"""Component of a predicted step, by its name in files. `LABELS` has the names in reports."""
+StepComponent = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
+"""Component of a predicted step, by its name in files. `STEP_COMPONENT_LABELS` has the names in reports."""
 
 
 class Stage(NamedTuple):
     """Timed stage of a training step."""
 
     name: StageName
-    component: Component | None
+    component: StepComponent | None
     """Component whose prediction includes this stage, or `None` if the stage is not predicted."""
 
 
@@ -47,7 +47,7 @@ STAGES = (
 )
 """All stages, in the order in which a batch passes through them."""
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
-LABELS: dict[Component, str] = {
+STEP_COMPONENT_LABELS: dict[StepComponent, str] = {
     "input_dist": "input_dist",
     "lookup": "lookup",
     "output_dist": "output_dist",
@@ -56,9 +56,9 @@ LABELS: dict[Component, str] = {
     "update": "row_update",
 }
 """Names of the components in reports, in the order of a step. No label is the name of a stage in another component."""
-COMPONENTS: tuple[Component, ...] = tuple(LABELS)
+STEP_COMPONENTS: tuple[StepComponent, ...] = tuple(STEP_COMPONENT_LABELS)
 
 
-def stages_of(component: Component) -> tuple[StageName, ...]:
+def component_stages(component: StepComponent) -> tuple[StageName, ...]:
     """Return the timed stages that a component of a predicted step includes."""
     return tuple(stage.name for stage in STAGES if stage.component == component)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.errors import MAX_WHOLE, MesetaError, check_choice, check_number, doubled, nearest, shown
-from meseta.machine.files import first_alike, has_controls
+from meseta.errors import MAX_INT64, MesetaError, check_choice, check_number, duplicates, format_value, suggest
+from meseta.machine.files import first_name_collision, has_control_characters
 from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]
@@ -18,13 +18,13 @@ IdPolicy = Literal["error", "drop", "clamp", "hash"]
 TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
 DenseDtype = Literal["float32", "bfloat16"]
 """Type of dense activations. 'bfloat16' enables mixed precision. 'float32' uses the type of the embeddings."""
-VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of a row, by `TableDtype`."""
-LARGEST_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
+MAX_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
 """Largest finite value, by `TableDtype`."""
 InitKind = Literal["uniform", "normal", "constant"]
 MAX_COLUMNS = 2**31 - 1
-LARGEST_NORMAL = math.sqrt(-2 * math.log(2.0**-32))
+MAX_NORMAL_SAMPLE = math.sqrt(-2 * math.log(2.0**-32))
 """Largest standard normal sample of the Box-Muller transform with 32 random bits."""
 
 
@@ -33,16 +33,18 @@ def _check_name(kind: str, name: object) -> None:
         raise MesetaError(
             f"{kind} {name!r}: the name must be a non-empty string other than '*', which means all others in a plan"
         )
-    fault = table_name_fault(name) if kind == "table" else None
+    fault = invalid_table_name_reason(name) if kind == "table" else None
     if fault:
-        raise MesetaError(f"table {shown(name)}: checkpoints use the name for files, so {fault}; rename the table")
+        raise MesetaError(
+            f"table {format_value(name)}: checkpoints use the name for files, so {fault}; rename the table"
+        )
 
 
-def table_name_fault(name: str) -> str | None:
+def invalid_table_name_reason(name: str) -> str | None:
     """Return why `name` is invalid for a table, or `None` if it is valid."""
     if name == "*":
         return "it must not be '*', which means all other tables in a plan"
-    return "it must not be empty or contain control characters" if not name or has_controls(name) else None
+    return "it must not be empty or contain control characters" if not name or has_control_characters(name) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class InitSpec:
 
     def check_range(self, owner: str, dtype: TableDtype) -> None:
         """Raise MesetaError if initial values could overflow `dtype`. The message starts with `owner`."""
-        largest = LARGEST_VALUE[dtype] / (LARGEST_NORMAL if self.kind == "normal" else 1.0)
+        largest = MAX_VALUE[dtype] / (MAX_NORMAL_SAMPLE if self.kind == "normal" else 1.0)
         if self.scale is not None and abs(self.scale) > largest:
             raise MesetaError(
                 f"{owner}: scale must be at most {largest:.5g} for kind {self.kind!r} and dtype {dtype}, got "
@@ -89,10 +91,12 @@ class TableSpec:
     def __post_init__(self) -> None:
         _check_name("table", self.name)
         check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
-        for name, largest in (("num_embeddings", MAX_WHOLE), ("embedding_dim", MAX_COLUMNS)):
+        for name, largest in (("num_embeddings", MAX_INT64), ("embedding_dim", MAX_COLUMNS)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= largest:
-                raise MesetaError(f"table {self.name!r}: {name} must be an integer in 1..{largest}, got {shown(value)}")
+                raise MesetaError(
+                    f"table {self.name!r}: {name} must be an integer in 1..{largest}, got {format_value(value)}"
+                )
             object.__setattr__(self, name, int(value))  # NumPy integers are accepted, but not serializable.
         self.init.check_range(f"table {self.name!r}: init", self.dtype)
 
@@ -130,10 +134,10 @@ class FeatureSpec:
 def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
     """Raise MesetaError if names of tables or features are not unique, or if a feature reads an unknown table."""
     for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
-        for name in doubled(names):
+        for name in duplicates(names):
             raise MesetaError(f"{kind} {name!r} is defined {names.count(name)} times; names must be unique")
     # Checkpoints have files with the names of tables. Some file systems ignore case or normalize accents.
-    same_file = first_alike(table.name for table in tables)
+    same_file = first_name_collision(table.name for table in tables)
     if same_file:
         raise MesetaError(
             f"tables {same_file[0]!r} and {same_file[1]!r} must not differ only in case or in the encoding of accents, "
@@ -144,5 +148,5 @@ def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec])
         if feature.table not in table_names:
             raise MesetaError(
                 f"feature {feature.name!r} reads the unknown table {feature.table!r}; "
-                f"{nearest(feature.table, table_names)}"
+                f"{suggest(feature.table, table_names)}"
             )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.errors import MesetaError, check_choice, check_number, is_whole
-from meseta.spec.documents import load_document, read_record, without_format, write_yaml
+from meseta.errors import MesetaError, check_choice, check_number, is_int
+from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
 from meseta.spec.shards import MAX_RANKS
 from meseta.spec.tiers import CACHED, DISK, HBM, HOST, Tier
 
@@ -68,7 +68,7 @@ class Topology:
         check_choice("topology", "device", self.device, get_args(DeviceKind))
         for field in ("num_hosts", "devices_per_host"):
             value = getattr(self, field)
-            if not is_whole(value) or value < 1:
+            if not is_int(value) or value < 1:
                 raise MesetaError(f"topology: {field} must be a positive integer, got {value!r}")
         if self.num_ranks > MAX_RANKS:
             raise MesetaError(
@@ -77,7 +77,7 @@ class Topology:
             )
         for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
             value, least = getattr(self, field), int(field == "hbm_bytes")
-            if value is not None and (not is_whole(value) or value < least):
+            if value is not None and (not is_int(value) or value < least):
                 raise MesetaError(f"topology: {field} must be an integer >= {least}, or None, got {value!r}")
 
     @property
@@ -100,7 +100,7 @@ class Topology:
         return (HBM, *((HOST, CACHED) if has_host else ()), *((DISK,) if self.disk_bytes else ()))
 
     @property
-    def is_all_counted(self) -> bool:
+    def has_shared_host_memory(self) -> bool:
         """Whether tables in host DRAM count towards device memory. True for CPU ranks with disk space for tables."""
         return self.device == "cpu" and bool(self.disk_bytes)
 
@@ -125,7 +125,7 @@ class Topology:
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Topology:
         """Parse a topology. Raises MesetaError if a key is unknown, or a value or the format is invalid."""
-        return read_record("topology", Topology, without_format("topology", document, _FORMAT))
+        return parse_dataclass("topology", Topology, strip_format("topology", document, _FORMAT))
 
     @staticmethod
     def load(path: str | Path) -> Topology:

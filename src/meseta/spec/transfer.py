@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 
 from meseta.spec.codecs import (
     FP32,
+    AllReduceAlgorithm,
     Codec,
+    CollectiveKind,
     Communication,
-    DensePath,
+    CrossHostAlgorithm,
     Direction,
-    Exchange,
-    SumPath,
-    Way,
-    sum_path,
+    ExchangeAlgorithm,
+    all_reduce_algorithm,
 )
 from meseta.spec.plan import Plan
-from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.stages import Component
+from meseta.spec.shards import HOST_REDUCED_TYPES
+from meseta.spec.stages import StepComponent
 from meseta.spec.tables import FeatureSpec, TableSpec
 from meseta.spec.workload import DenseExchange, Workload
 
@@ -44,7 +44,7 @@ from meseta.spec.workload import DenseExchange, Workload
 # step                    constant size per step
 #
 # Units that start with "host" are counted once for all shards of a host that have columns of the same rows.
-Each = Literal[
+TrafficUnit = Literal[
     "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
     "weight", "host weight", "bag number", "partial bag number", "summed bag number", "handed bag number",
     "whole bag number", "row number", "distinct row number", "row statistic", "replica number", "padded replica number",
@@ -54,11 +54,11 @@ Each = Literal[
 
 COUNT_BYTES = 8
 """Bytes per id count, and per value that ranks agree on."""
-NUM_AGREED = 1
+NUM_AGREED_VALUES = 1
 """Number of values that ranks agree on in each step: the sum of losses. The flags of a run are not included."""
-MOMENTS = 2
+NUM_MOMENTS = 2
 """Number of float64 sums per column that batch norm exchanges in the forward pass, and again in the backward pass."""
-INT32_MAX = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 ROW_STATISTICS = {
     **dict.fromkeys(("rowwise_adagrad", "rowwise_adam"), (1, 1)),
     **dict.fromkeys(("lars", "lamb"), (1, 2)),
@@ -86,8 +86,8 @@ class CountsHeader(NamedTuple):
     #     to the owner of a           [start  slice  padding  weight  feature  sample  id | a        ]
     #     to the owner of b, range 1  [start  slice  padding  weight  feature  sample  id | b range 1]
 
-    start: int
-    """Batch size of this rank plus `BATCH_SIZES` times the batch tag. The tag must be equal on all ranks."""
+    tag_and_size: int
+    """Batch size of this rank plus `BATCH_SIZE_RADIX` times the batch tag. The tag must be equal on all ranks."""
     slice_size: int
     """Number of samples in the slice of this rank. With gradient accumulation, it is larger than the batch size."""
     num_padding: int
@@ -95,22 +95,22 @@ class CountsHeader(NamedTuple):
     weight_bits: int
     """Bits of a float64, the sum of the sample weights in the slice of this rank. See `float_bits`."""
     feature: int
-    """Index of the feature with the first out-of-range id, or -1 if all ids are valid. `REFUSED` rejects the whole
-    batch. `RAN_OUT` means that the rank has no batch left."""
+    """Index of the feature with the first out-of-range id, or -1 if all ids are valid. `BATCH_REJECTED` rejects the
+    whole batch. `EXHAUSTED` means that the rank has no batch left."""
     sample: int
-    """Index of the sample with the first out-of-range id on this rank. If `feature` is `RAN_OUT`, index of the policy
+    """Index of the sample with the first out-of-range id on this rank. If `feature` is `EXHAUSTED`, index of the policy
     for uneven inputs."""
     id: int
-    """First out-of-range id. If `feature` is `RAN_OUT`, the number of batches that the rank has processed."""
+    """First out-of-range id. If `feature` is `EXHAUSTED`, the number of batches that the rank has processed."""
 
     @property
     def batch_size(self) -> int:
-        return self.start % BATCH_SIZES
+        return self.tag_and_size % BATCH_SIZE_RADIX
 
     @property
-    def mark(self) -> int:
+    def batch_tag(self) -> int:
         """Batch tag, which identifies the batch among those in flight."""
-        return self.start // BATCH_SIZES
+        return self.tag_and_size // BATCH_SIZE_RADIX
 
     @property
     def weight(self) -> float:
@@ -123,35 +123,35 @@ def float_bits(number: float) -> int:
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
-NUM_LEADING = 4
+NUM_BATCH_FIELDS = 4
 """Number of leading header fields that a rank knows before it reads ids."""
-BATCH_SIZES = 2**32
-"""Exclusive upper bound of the batch size of a rank, which occupies the low 32 bits of `CountsHeader.start`."""
-MARKS = 2**15
-"""Radix of batch tags. A tag is a batch number below `MARKS` plus `MARKS` times a step."""
-HEADER = len(CountsHeader._fields)
+BATCH_SIZE_RADIX = 2**32
+"""Exclusive upper bound of the batch size of a rank, which occupies the low 32 bits of `CountsHeader.tag_and_size`."""
+MAX_TAGS = 2**15
+"""Radix of batch tags. A tag is a batch number below `MAX_TAGS` plus `MAX_TAGS` times a step."""
+NUM_HEADER_FIELDS = len(CountsHeader._fields)
 """Number of header fields before the counts of the routes."""
-REFUSED, RAN_OUT = -2, -3
+BATCH_REJECTED, EXHAUSTED = -2, -3
 """Values of `CountsHeader.feature` for a rejected batch, and for a rank without batches."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TransferPart:
     """Part of a transfer whose size is proportional to the number of one unit."""
 
-    each: Each
+    unit: TrafficUnit
     num_bytes: float
     """Bytes per unit and step, without scales."""
-    way: Way
-    block_bytes: float = 0.0
+    collective: CollectiveKind
+    scale_bytes: float = 0.0
     """Bytes of the scale of each block of up to 16 columns of a bag or row."""
     codec: Codec = FP32
     """Codec of the elements. Data that is never encoded, such as ids, has `FP32`."""
 
     @property
-    def byte_numbers(self) -> float:
+    def elements_per_byte(self) -> float:
         """Number of elements per encoded byte in complete blocks, or 0 if the codec is lossless."""
-        return 0.0 if self.codec.is_whole else 1.0 / self.codec.each_bytes
+        return 0.0 if self.codec.is_lossless else 1.0 / self.codec.mean_element_bytes
 
 
 @dataclass(frozen=True)
@@ -160,34 +160,36 @@ class Transfer:
 
     name: str
     """Name by which the transfer is timed and recorded."""
-    stage: Component
+    component: StepComponent
     """Component of the predicted step that includes the transfer."""
-    parts: tuple[Part, ...]
+    parts: tuple[TransferPart, ...]
     """Parts of the transfer, with the bytes of all calls of a step together."""
-    times: int = 1
+    num_calls: int = 1
     """Number of calls per step."""
-    to_owners: bool = True
+    sends_to_owners: bool = True
     """Whether data is sent from the ranks of the samples to the owners of the rows, and not in the opposite
     direction."""
 
     @property
-    def is_sum(self) -> bool:
+    def is_reduction(self) -> bool:
         """Whether the transfer is an all-reduce or a reduce-scatter."""
-        return any(part.way in ("sum", "host sum", "hosts sum", "hosts chain", "host scatter") for part in self.parts)
+        return any(
+            part.collective in ("sum", "host sum", "hosts sum", "hosts chain", "host scatter") for part in self.parts
+        )
 
     @property
-    def path(self) -> SumPath | None:
+    def algorithm(self) -> AllReduceAlgorithm | None:
         """Algorithm of a reduction, or `None` for other transfers. The phase between hosts determines it, if there is
         one."""
-        ways = {part.way for part in self.parts}
+        ways = {part.collective for part in self.parts}
         if "hosts chain" in ways:
             return "chain"
-        return "twins" if "hosts sum" in ways else "flat" if self.is_sum else None
+        return "twins" if "hosts sum" in ways else "flat" if self.is_reduction else None
 
     @property
-    def is_of_tables(self) -> bool:
+    def depends_on_plan(self) -> bool:
         """Whether the size of the transfer depends on the plan."""
-        return self.parts[0].each != "step"
+        return self.parts[0].unit != "step"
 
 
 # tests/distributed/test_traffic.py compares these transfers with the collectives of a step.
@@ -227,24 +229,25 @@ class Transfer:
 # Codecs encode elements that are sent to owners, requesters or peers. Codec 'forward' is for bags and rows, 'backward'
 # for their gradients and for sums of replicas between hosts, and 'dense' for sums of dense gradients between hosts. The
 # intra-host hop of 'two_level' and all ids, counts, weights and row statistics are never encoded.
-GRADIENTS_OF = {
+GRADIENT_TRANSFERS = {
     "answers": "gradients",
     "whole bags": "gradients of whole bags",
     "batch norm": "gradients of batch norm",
 }
 """Transfers that send gradients in the backward pass, by the corresponding transfer of the forward pass."""
-INSIDE = " inside"
+INTRA_HOST_SUFFIX = " inside"
 """Suffix of transfer names for the intra-host hop of a hierarchical exchange."""
-HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
-OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
-             "replicas", "row statistics")  # fmt: skip
+FORWARDED_TRANSFERS = tuple(name + INTRA_HOST_SUFFIX for name in ("counts", "ids", "weights"))
+TABLE_TRANSFERS = ("counts", "ids", "weights", *FORWARDED_TRANSFERS, "answers", "whole bags", "gradients",
+                   "gradients of whole bags", "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of embedding tables."""
-OF_STEPS = frozenset((*OF_TABLES, "label weights", "batch norm", "gradients of batch norm", "logits", "agree", "dense",
-                      "norms", "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
+STEP_TRANSFERS = frozenset((*TABLE_TRANSFERS, "label weights", "batch norm", "gradients of batch norm", "logits",
+                            "agree", "dense", "norms", "parameters", "gradients of parameters",
+                            "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` can return."""
-OF_LAST_PART = ("replicas", "row statistics")
+LAST_MICRO_BATCH_TRANSFERS = ("replicas", "row statistics")
 """Names of backward transfers that start only after all ranks have agreed on the loss of the last micro-batch."""
-BETWEEN_STEPS = frozenset(
+NON_STEP_TRANSFERS = frozenset(
     ("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped", "a measurement")
 )
 """Names of collectives outside of training steps."""
@@ -253,17 +256,17 @@ BETWEEN_STEPS = frozenset(
 def id_bytes(longest: int) -> int:
     """Return the bytes per id in an exchange. `longest` is the number of rows of the longest row range."""
     # Ids are sent relative to the start of their row range.
-    return 4 if longest <= INT32_MAX else 8
+    return 4 if longest <= MAX_INT32 else 8
 
 
-def longest_range(tables: Sequence[TableSpec], plan: Plan | None = None) -> int:
+def max_range_rows(tables: Sequence[TableSpec], plan: Plan | None = None) -> int:
     """Return the number of rows of the longest row range in `plan`, or of the longest table if there is no plan."""
     if plan is None:
         return max((table.num_embeddings for table in tables), default=0)
     return max((b - a for entry in plan.tables for a, b in {shard.rows for shard in entry.shards}), default=0)
 
 
-def number_bytes(tables: Sequence[TableSpec]) -> int:
+def element_bytes(tables: Sequence[TableSpec]) -> int:
     """Return the bytes of an unencoded element of a bag, row or gradient in an exchange, and of an id weight."""
     # All tables are exchanged in one type.
     return 8 if any(table.dtype == "float64" for table in tables) else 4
@@ -273,9 +276,9 @@ def step_transfers(
     workload: Workload,
     plan: Plan | None,
     num_ranks: int,
-    per_host: int,
-    exchange: Exchange | None = None,
-    dense_exchange: DensePath | None = None,
+    ranks_per_host: int,
+    exchange: ExchangeAlgorithm | None = None,
+    dense_exchange: CrossHostAlgorithm | None = None,
 ) -> tuple[Transfer, ...]:
     """List the transfers of one training step, in the order in which they start.
 
@@ -283,7 +286,7 @@ def step_transfers(
         workload: Tables, features and dense part. The batch size matters only if the loss needs the global batch.
         plan: Placement of the tables. `None` lists the transfers that any plan could need.
         num_ranks: Number of ranks.
-        per_host: Number of ranks per host.
+        ranks_per_host: Number of ranks per host.
         exchange: Algorithm for exchanging ids, embeddings and their gradients. `None` uses that of the plan.
         dense_exchange: Algorithm of all-reduces between hosts. `None` uses that of the plan.
 
@@ -294,83 +297,95 @@ def step_transfers(
         return ()
     exchange = exchange or (None if plan is None else plan.exchange)
     dense_exchange = dense_exchange or (None if plan is None else plan.dense_exchange)
-    step = _Step(
+    step = _StepTransfers(
         workload.tables,
         workload.features,
         plan,
         num_ranks,
-        per_host,
+        ranks_per_host,
         workload.dense.parameter_bytes,
         workload.dense_exchange,
-        exchange == "two_level" and 1 < per_host < num_ranks,
+        exchange == "two_level" and 1 < ranks_per_host < num_ranks,
         workload.comm,
         (exchange, dense_exchange),
     )
-    agree = _alike("agree", COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), 1, "gather")
-    back = [*step.backward_of_dense(), *step.backward()]
-    early = [] if step.num_parts == 1 else [transfer for transfer in back if transfer.name not in OF_LAST_PART]
+    agree = _replicated_transfer("agree", COUNT_BYTES * (NUM_AGREED_VALUES + step.dense.num_flags), 1, "gather")
+    back = [*step.dense_backward(), *step.backward()]
+    early = (
+        []
+        if step.num_micro_batches == 1
+        else [transfer for transfer in back if transfer.name not in LAST_MICRO_BATCH_TRANSFERS]
+    )
     late = [transfer for transfer in back if transfer not in early]
     num_bytes = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
-    logits = [_alike("logits", num_bytes, 1, "gather")] if num_bytes else []
+    logits = [_replicated_transfer("logits", num_bytes, 1, "gather")] if num_bytes else []
     masked = step.dense.num_masked_tasks
-    label_weights = [_alike("label weights", COUNT_BYTES * masked, 1, "gather")] if masked else []
+    label_weights = [_replicated_transfer("label weights", COUNT_BYTES * masked, 1, "gather")] if masked else []
     return (
         *label_weights,
         *step.forward(),
-        *step.forward_of_dense(),
+        *step.dense_forward(),
         *logits,
         *early,
         agree,
         *late,
-        *step.sums_of_dense(),
+        *step.dense_reductions(),
     )
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepTransfers:
     """Settings that determine the transfers of a step."""
 
     tables: Sequence[TableSpec]
     features: Sequence[FeatureSpec]
     plan: Plan | None
     num_ranks: int
-    per_host: int
+    ranks_per_host: int
     parameter_bytes: int
     dense: DenseExchange
-    two_level: bool
+    is_hierarchical: bool
     comm: Communication
-    ways: tuple[Exchange | None, DensePath | None]
+    algorithms: tuple[ExchangeAlgorithm | None, CrossHostAlgorithm | None]
 
     def forward(self) -> list[Transfer]:
-        times, id_width = self.num_parts * self.num_batches, id_bytes(longest_range(self.tables, self.plan))
-        header, count = times * HEADER * COUNT_BYTES, self.num_parts * COUNT_BYTES
+        times, id_width = (
+            self.num_micro_batches * self.num_batch_groups,
+            id_bytes(max_range_rows(self.tables, self.plan)),
+        )
+        header, count = times * NUM_HEADER_FIELDS * COUNT_BYTES, self.num_micro_batches * COUNT_BYTES
         weighted = len({feature.batch for feature in self.features if feature.weighted})
-        weight = number_bytes(self.tables)
-        if not self.two_level:
-            counts = (Part("pair", header, "owners"), Part("route", count, "owners"))
-            ids = (Part("bag", id_width, "owners"), Part("id", id_width, "owners"))
+        weight = element_bytes(self.tables)
+        if not self.is_hierarchical:
+            counts = (TransferPart("pair", header, "owners"), TransferPart("route", count, "owners"))
+            ids = (TransferPart("bag", id_width, "owners"), TransferPart("id", id_width, "owners"))
             transfers = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
             if weighted:
-                weights = (Part("weight", weight, "owners"),)
-                transfers.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
-            return [*transfers, *self.answers()]
-        across: list[tuple[Each, float]] = [("twin pair", header), ("host route", count), ("host row route", count)]
-        inside: list[tuple[Each, float]] = [("pair", header), ("route", count), ("row route", count)]
-        parts: dict[str, tuple[tuple[Part, ...], tuple[Part, ...]]] = {
+                weights = (TransferPart("weight", weight, "owners"),)
+                transfers.append(Transfer("weights", "input_dist", weights, self.num_micro_batches * weighted))
+            return [*transfers, *self.embeddings()]
+        across: list[tuple[TrafficUnit, float]] = [
+            ("twin pair", header),
+            ("host route", count),
+            ("host row route", count),
+        ]
+        inside: list[tuple[TrafficUnit, float]] = [("pair", header), ("route", count), ("row route", count)]
+        parts: dict[str, tuple[tuple[TransferPart, ...], tuple[TransferPart, ...]]] = {
             "counts": (
-                tuple(Part(each, num_bytes, "hosts") for each, num_bytes in across),
-                tuple(Part(each, num_bytes, "host") for each, num_bytes in inside),
+                tuple(TransferPart(each, num_bytes, "hosts") for each, num_bytes in across),
+                tuple(TransferPart(each, num_bytes, "host") for each, num_bytes in inside),
             ),
             "ids": (
-                (Part("host bag", id_width, "hosts"), Part("host id", id_width, "hosts")),
-                (Part("bag", id_width, "host"), Part("id", id_width, "host")),
+                (TransferPart("host bag", id_width, "hosts"), TransferPart("host id", id_width, "hosts")),
+                (TransferPart("bag", id_width, "host"), TransferPart("id", id_width, "host")),
             ),
-            "weights": ((Part("host weight", weight, "hosts"),), (Part("weight", weight, "host"),)),
+            "weights": ((TransferPart("host weight", weight, "hosts"),), (TransferPart("weight", weight, "host"),)),
         }
-        number = {"counts": times, "ids": times, "weights": self.num_parts * weighted}
+        number = {"counts": times, "ids": times, "weights": self.num_micro_batches * weighted}
         first = {name: Transfer(name, "input_dist", levels[0], number[name]) for name, levels in parts.items()}
         second = {
-            name: Transfer(name + INSIDE, "input_dist", levels[1], number[name]) for name, levels in parts.items()
+            name: Transfer(name + INTRA_HOST_SUFFIX, "input_dist", levels[1], number[name])
+            for name, levels in parts.items()
         }
         ids_and_weights = ["ids", *(["weights"] if weighted else [])]
         return [
@@ -378,119 +393,141 @@ class _Step:
             second["counts"],
             *(first[name] for name in ids_and_weights),
             *(second[name] for name in ids_and_weights),
-            *self.answers(),
+            *self.embeddings(),
         ]
 
-    def answers(self, row: Each | None = None, direction: Direction = "forward") -> list[Transfer]:
+    def embeddings(self, row: TrafficUnit | None = None, direction: Direction = "forward") -> list[Transfer]:
         """List the transfers of embeddings to the requesting ranks. `row` is the unit of rows in a hierarchical
         exchange."""
-        times, number = self.num_parts * self.num_batches, number_bytes(self.tables)
+        times, number = self.num_micro_batches * self.num_batch_groups, element_bytes(self.tables)
         codec = self.comm.codec(direction)
 
-        def written(each: Each, way: Way) -> Part:
-            return Part(each, number if codec.is_whole else codec.number_bytes, way, codec.block_bytes, codec)
+        def written(each: TrafficUnit, way: CollectiveKind) -> TransferPart:
+            return TransferPart(
+                each, number if codec.is_lossless else codec.element_bytes, way, codec.scale_bytes, codec
+            )
 
-        parts: tuple[Part, ...] = (written("bag number", "owners"), written("row number", "owners"))
-        if not self.sums_in_hosts and not self.two_level:
-            return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
+        parts: tuple[TransferPart, ...] = (written("bag number", "owners"), written("row number", "owners"))
+        if not self.reduces_within_hosts and not self.is_hierarchical:
+            return [Transfer("answers", "output_dist", parts, times, sends_to_owners=False)]
         whole = [written("whole bag number", "hosts")]
-        partial: Each = "partial bag number"
-        if self.two_level:  # The owner encodes once, and forwarding ranks do not encode again.
+        partial: TrafficUnit = "partial bag number"
+        if self.is_hierarchical:  # The owner encodes once, and forwarding ranks do not encode again.
             row, partial = row or "distinct row number", "summed bag number"
             handed_on = (written(each, "host") for each in ("handed bag number", row))
             parts = tuple(replace(part, codec=FP32) for part in handed_on)
             whole.append(written(row, "hosts"))
-        parts = (*parts, Part(partial, number, "host"))
+        parts = (*parts, TransferPart(partial, number, "host"))
         return [
-            Transfer("answers", "output_dist", parts, times, to_owners=False),
-            Transfer("whole bags", "output_dist", tuple(whole), times, to_owners=False),
+            Transfer("answers", "output_dist", parts, times, sends_to_owners=False),
+            Transfer("whole bags", "output_dist", tuple(whole), times, sends_to_owners=False),
         ]
 
     def backward(self) -> list[Transfer]:
-        number = number_bytes(self.tables)
+        number = element_bytes(self.tables)
         transfers = [
-            replace(transfer, name=GRADIENTS_OF[transfer.name], stage="backward", to_owners=True)
-            for transfer in reversed(self.answers("row number", "backward"))
+            replace(transfer, name=GRADIENT_TRANSFERS[transfer.name], component="backward", sends_to_owners=True)
+            for transfer in reversed(self.embeddings("row number", "backward"))
         ]
         if self.has_replicas:
-            each: Each = "replica number" if self.comm.codec("backward").is_whole else "padded replica number"
+            each: TrafficUnit = "replica number" if self.comm.codec("backward").is_lossless else "padded replica number"
             parts = (
-                *self.summed(each, number, "backward"),
-                *self.summed("replica row", number, "backward", counts=1.0),
+                *self.all_reduce_parts(each, number, "backward"),
+                *self.all_reduce_parts("replica row", number, "backward", counts=1.0),
             )
             # The second hop of gradients starts when the first has arrived, so replicas go between the two.
             transfers.insert(1, Transfer("replicas", "backward", parts))
-        if self.num_stages:
-            statistics = (Part("row statistic", number, "columns"),)
-            transfers.append(Transfer("row statistics", "backward", statistics, self.num_stages))
+        if self.num_statistics_exchanges:
+            statistics = (TransferPart("row statistic", number, "columns"),)
+            transfers.append(Transfer("row statistics", "backward", statistics, self.num_statistics_exchanges))
         return transfers
 
-    def forward_of_dense(self) -> list[Transfer]:
-        gathers = [_alike("parameters", self.num_parts * n, self.num_parts, "host gather") for n in self.cut_bytes]
+    def dense_forward(self) -> list[Transfer]:
+        gathers = [
+            _replicated_transfer("parameters", self.num_micro_batches * n, self.num_micro_batches, "host gather")
+            for n in self.sharded_module_bytes
+        ]
         return [*gathers, *self.batch_norms()]
 
     def batch_norms(self) -> list[Transfer]:
-        size = self.num_parts * MOMENTS * COUNT_BYTES
-        return [_alike("batch norm", size * width, self.num_parts, "gather") for width in self.dense.norm_widths]
+        size = self.num_micro_batches * NUM_MOMENTS * COUNT_BYTES
+        return [
+            _replicated_transfer("batch norm", size * width, self.num_micro_batches, "gather")
+            for width in self.dense.batch_norm_widths
+        ]
 
-    def backward_of_dense(self) -> list[Transfer]:
+    def dense_backward(self) -> list[Transfer]:
         """List the backward transfers of batch norm and of sharded modules, whose parameters are gathered again."""
-        transfers = [replace(norm, name=GRADIENTS_OF[norm.name]) for norm in reversed(self.batch_norms())]
-        for size in reversed(self.cut_bytes):
+        transfers = [replace(norm, name=GRADIENT_TRANSFERS[norm.name]) for norm in reversed(self.batch_norms())]
+        for size in reversed(self.sharded_module_bytes):
             transfers += [
-                _alike("parameters", self.num_parts * size, self.num_parts, "host gather"),
-                _alike("gradients of parameters", self.num_parts * size, self.num_parts, "host scatter"),
+                _replicated_transfer(
+                    "parameters", self.num_micro_batches * size, self.num_micro_batches, "host gather"
+                ),
+                _replicated_transfer(
+                    "gradients of parameters", self.num_micro_batches * size, self.num_micro_batches, "host scatter"
+                ),
             ]
-            if self.num_ranks > self.per_host:
-                across = self.summed("step", self.num_parts * size * self.per_host, "dense")[-1]
-                transfers.append(Transfer("gradients of hosts", "dense", (across,), self.num_parts))
+            if self.num_ranks > self.ranks_per_host:
+                across = self.all_reduce_parts("step", self.num_micro_batches * size * self.ranks_per_host, "dense")[-1]
+                transfers.append(Transfer("gradients of hosts", "dense", (across,), self.num_micro_batches))
         return transfers
 
-    def summed(self, each: Each, num_bytes: float, direction: Direction, counts: float = 0.0) -> tuple[Part, ...]:
+    def all_reduce_parts(
+        self, each: TrafficUnit, num_bytes: float, direction: Direction, counts: float = 0.0
+    ) -> tuple[TransferPart, ...]:
         """Return the parts of an all-reduce of `num_bytes` per unit. The share `counts` of them is never encoded."""
-        codec, per_host = self.comm.codec(direction), self.per_host
-        path = sum_path(*self.ways, codec)
+        codec, per_host = self.comm.codec(direction), self.ranks_per_host
+        path = all_reduce_algorithm(*self.algorithms, codec)
         if path == "flat" or per_host == self.num_ranks:
-            return (Part(each, num_bytes, "sum"),)
-        near = () if per_host == 1 else (Part(each, num_bytes, "host sum"),)
-        across: Way = "hosts chain" if path == "chain" else "hosts sum"
-        if codec.is_whole or counts == 1.0:
-            return (*near, Part(each, num_bytes / per_host, across))
-        width = self.dense.number_bytes if direction == "dense" else number_bytes(self.tables)
-        wire = num_bytes * (counts + (1.0 - counts) * codec.each_bytes / width)
-        return (*near, Part(each, wire / per_host, across, codec=codec))
+            return (TransferPart(each, num_bytes, "sum"),)
+        near = () if per_host == 1 else (TransferPart(each, num_bytes, "host sum"),)
+        across: CollectiveKind = "hosts chain" if path == "chain" else "hosts sum"
+        if codec.is_lossless or counts == 1.0:
+            return (*near, TransferPart(each, num_bytes / per_host, across))
+        width = self.dense.element_bytes if direction == "dense" else element_bytes(self.tables)
+        wire = num_bytes * (counts + (1.0 - counts) * codec.mean_element_bytes / width)
+        return (*near, TransferPart(each, wire / per_host, across, codec=codec))
 
-    def sums_of_dense(self) -> list[Transfer]:
+    def dense_reductions(self) -> list[Transfer]:
         """List the all-reduce of gradients of unsharded parameters with their counts, and of norms of sharded ones."""
         dense = self.dense
-        cut = dense.number_bytes * sum(math.prod(shape) for shapes in dense.cut_shapes for shape in shapes)
-        norms = dense.cut_shapes and dense.num_norms
-        whole, counts = self.parameter_bytes - cut, dense.num_tensors - sum(map(len, dense.cut_shapes))
-        filling = 0 if self.comm.codec("dense").is_whole else dense.num_filling * dense.number_bytes
-        num_bytes = whole + filling + max(counts, 0) * dense.number_bytes
-        parts = self.summed("step", num_bytes, "dense", counts=1.0 - (whole + filling) / max(num_bytes, 1))
+        cut = dense.element_bytes * sum(math.prod(shape) for shapes in dense.sharded_shapes for shape in shapes)
+        norms = dense.sharded_shapes and dense.num_gradient_norms
+        whole, counts = self.parameter_bytes - cut, dense.num_tensors - sum(map(len, dense.sharded_shapes))
+        filling = 0 if self.comm.codec("dense").is_lossless else dense.num_padding_elements * dense.element_bytes
+        num_bytes = whole + filling + max(counts, 0) * dense.element_bytes
+        parts = self.all_reduce_parts("step", num_bytes, "dense", counts=1.0 - (whole + filling) / max(num_bytes, 1))
         return [
             *([Transfer("dense", "dense", parts)] if whole else []),
-            *([_alike("norms", dense.num_norms * COUNT_BYTES, dense.num_norms, "host gather")] if norms else []),
+            *(
+                [
+                    _replicated_transfer(
+                        "norms", dense.num_gradient_norms * COUNT_BYTES, dense.num_gradient_norms, "host gather"
+                    )
+                ]
+                if norms
+                else []
+            ),
         ]
 
     @property
-    def num_parts(self) -> int:
-        return self.dense.num_parts
+    def num_micro_batches(self) -> int:
+        return self.dense.num_micro_batches
 
     @property
-    def num_batches(self) -> int:
+    def num_batch_groups(self) -> int:
         """Number of feature groups, each with its own batch size."""
         return len({feature.batch for feature in self.features})
 
     @property
-    def sums_in_hosts(self) -> bool:
-        if self.num_ranks == self.per_host:
+    def reduces_within_hosts(self) -> bool:
+        if self.num_ranks == self.ranks_per_host:
             return False
         if self.plan is None:
             return True
         pooled = {feature.table for feature in self.features if feature.pooling != "none"}
-        return any(entry.sharding in SUMMED_IN_HOST for entry in self.plan.tables if entry.table in pooled)
+        return any(entry.sharding in HOST_REDUCED_TYPES for entry in self.plan.tables if entry.table in pooled)
 
     @property
     def has_replicas(self) -> bool:
@@ -503,7 +540,7 @@ class _Step:
         )
 
     @property
-    def num_stages(self) -> int:
+    def num_statistics_exchanges(self) -> int:
         stages = {table.name: ROW_STATISTICS.get(table.optimizer.name, (0, 0))[0] for table in self.tables}
         if self.plan is not None:
             cut = {entry.table for entry in self.plan.tables if len({shard.columns for shard in entry.shards}) > 1}
@@ -511,13 +548,14 @@ class _Step:
         return max(stages.values(), default=0)
 
     @property
-    def cut_bytes(self) -> list[int]:
+    def sharded_module_bytes(self) -> list[int]:
         """Bytes per rank of each sharded module. The first dimension of its parameters is padded for equal shards."""
         return [
-            sum(-(-first // self.per_host) * math.prod(others) for first, *others in shapes) * self.dense.number_bytes
-            for shapes in self.dense.cut_shapes
+            sum(-(-first // self.ranks_per_host) * math.prod(others) for first, *others in shapes)
+            * self.dense.element_bytes
+            for shapes in self.dense.sharded_shapes
         ]
 
 
-def _alike(name: str, num_bytes: float, times: int, way: Way) -> Transfer:
-    return Transfer(name, "dense", (Part("step", num_bytes, way),), times)
+def _replicated_transfer(name: str, num_bytes: float, times: int, way: CollectiveKind) -> Transfer:
+    return Transfer(name, "dense", (TransferPart("step", num_bytes, way),), times)

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meseta.errors import MesetaError, check_number, nearest
+from meseta.errors import MesetaError, check_number, suggest
 from meseta.spec.codecs import Communication
-from meseta.spec.documents import load_document, read_record, without_format
+from meseta.spec.documents import load_document, parse_dataclass, strip_format
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
@@ -93,15 +93,15 @@ class DenseExchange:
 
     num_tensors: int = 0
     """Number of parameter tensors. For each of them, ranks count how many ranks have a gradient."""
-    number_bytes: int = 4
+    element_bytes: int = 4
     """Bytes per parameter element."""
-    num_filling: int = 0
+    num_padding_elements: int = 0
     """Number of padding elements if a codec encodes gradients, which are padded to multiples of 16."""
-    norm_widths: tuple[int, ...] = ()
+    batch_norm_widths: tuple[int, ...] = ()
     """Number of columns of each batch norm."""
-    cut_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    sharded_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """Parameter shapes of each module that is sharded over the ranks of a host."""
-    num_norms: int = 0
+    num_gradient_norms: int = 0
     """Number of gradient norms of sharded parameters that are computed per step."""
     num_flags: int = 0
     """Number of values that ranks agree on per step, in addition to the loss."""
@@ -109,7 +109,7 @@ class DenseExchange:
     """Bytes per sample that all ranks gather if the loss needs the logits of the global batch, otherwise 0."""
     num_masked_tasks: int = 0
     """Number of tasks if labels may be missing, otherwise 0. Ranks then sum the weights of the labels that exist."""
-    num_parts: int = 1
+    num_micro_batches: int = 1
     """Number of micro-batches per rank and step."""
 
 
@@ -137,18 +137,18 @@ class Workload:
         names = {feature.name for feature in self.features}
         for name in self.loads:
             if name not in names:
-                raise MesetaError(f"workload: loads has the unknown feature {name!r}; {nearest(name, names)}")
+                raise MesetaError(f"workload: loads has the unknown feature {name!r}; {suggest(name, names)}")
 
     def load(self, feature: FeatureSpec) -> FeatureLoad:
         return self.loads.get(feature.name, FeatureLoad())
 
 
-FORMAT = "meseta.workload/1"
+WORKLOAD_FORMAT = "meseta.workload/1"
 MAX_COPIES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table:
+class _WorkloadTable:
     """Table entry of a workload document. With `copies`, it describes several identical tables."""
 
     num_embeddings: int
@@ -170,7 +170,7 @@ class _Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Feature:
+class _WorkloadFeature:
     """Feature entry of a workload document."""
 
     table: str
@@ -189,19 +189,19 @@ class _Feature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class _WorkloadDocument:
     """Workload document without its format."""
 
     batch_size: int
-    tables: Mapping[str, _Table]
-    features: Mapping[str, _Feature] = field(default_factory=dict)
+    tables: Mapping[str, _WorkloadTable]
+    features: Mapping[str, _WorkloadFeature] = field(default_factory=dict)
     dense: DenseLoad = field(default_factory=DenseLoad)
     overlap: tuple[Overlap, ...] = ()
 
 
-def is_workload(document: Mapping[Any, Any]) -> bool:
+def is_workload_document(document: Mapping[Any, Any]) -> bool:
     """Whether a document describes a workload, and not the config of a run."""
-    return document.get("format") == FORMAT or "tables" in document
+    return document.get("format") == WORKLOAD_FORMAT or "tables" in document
 
 
 def read_workload(document: Mapping[Any, Any]) -> Workload:
@@ -221,14 +221,14 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
 
     Raises MesetaError if a key is unknown or missing, or a value is invalid.
     """
-    document = without_format("workload", document, FORMAT)
-    for entry in _entries(document, "tables"):
+    document = strip_format("workload", document, WORKLOAD_FORMAT)
+    for entry in _copy_entries(document, "tables"):
         if isinstance(entry.get("optimizer"), str):
             entry["optimizer"] = {"name": entry["optimizer"]}
-    for name, entry in zip(document.get("features") or (), _entries(document, "features"), strict=True):
+    for name, entry in zip(document.get("features") or (), _copy_entries(document, "features"), strict=True):
         entry.setdefault("table", str(name))
         _check_reuse(f"workload: features.{name}", entry.get("reuse"))
-    parsed = read_record("workload", _Document, document)
+    parsed = parse_dataclass("workload", _WorkloadDocument, document)
     tables: list[TableSpec] = []
     factors: dict[str, float] = {}
     for name, copies in parsed.tables.items():
@@ -257,10 +257,10 @@ def load_workload(path: str | Path) -> Workload:
     return load_document("workload", path, read_workload)
 
 
-def _entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
+def _copy_entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
     """Replace the entries of a mapping in `document` by copies that the caller may modify, and return the copies.
 
-    Entries that are not mappings are left for `read_record` to reject.
+    Entries that are not mappings are left for `parse_dataclass` to reject.
     """
     part = document.get(key)
     if not isinstance(part, Mapping):

@@ -9,19 +9,19 @@ import torch
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import DISK, FAR_TIERS, HOST, SLOT_BYTES, StorageOptions, index_bytes
-from meseta.storage.far import FarRows, HostRows
+from meseta.spec.tiers import CACHE_SLOT_OVERHEAD_BYTES, DISK, HOST, OFFLOADED_TIERS, StorageOptions, row_index_bytes
+from meseta.storage.backing_store import BackingStore, HostBackingStore
 from meseta.storage.lease import Lease
 from meseta.storage.records import RecordLayout
 from meseta.storage.resident import TableShard
 from meseta.storage.selection import SelectedRows
 from meseta.storage.table import ROW, TableStorage, as_stored
-from meseta.storage.tiered import NearRowsTaken, TieredShard, values_like
+from meseta.storage.tiered import CacheCapacityError, TieredShard, meta_values
 
 __all__ = [
     "ROW",
+    "CacheCapacityError",
     "Lease",
-    "NearRowsTaken",
     "SelectedRows",
     "TableShard",
     "TableStorage",
@@ -44,16 +44,16 @@ def make_storages(
     cannot lie far, and where `options` has no room, or no disk.
     """
     options, is_cpu = options or StorageOptions(), torch.device(device).type == "cpu"
-    far = [number for number, (_, shard) in enumerate(pieces) if shard.tier in FAR_TIERS]
+    far = [number for number, (_, shard) in enumerate(pieces) if shard.tier in OFFLOADED_TIERS]
     optimizers = [make_row_optimizer(spec.optimizer) for spec, _ in pieces]
-    bytes_of = {n: RecordLayout(values_like(*pieces[n], optimizers[n])).num_bytes for n in far}
-    shared = [number for number in far if pieces[number][1].near_rows is None]
-    counts = options.near_rows(
-        [bytes_of[number] + SLOT_BYTES for number in shared],
+    bytes_of = {n: RecordLayout(meta_values(*pieces[n], optimizers[n])).num_bytes for n in far}
+    shared = [number for number in far if pieces[number][1].cache_rows is None]
+    counts = options.allocate_cache_rows(
+        [bytes_of[number] + CACHE_SLOT_OVERHEAD_BYTES for number in shared],
         [pieces[number][1].num_rows for number in shared],
-        index_bytes=sum(index_bytes(pieces[number][1].tier, pieces[number][1].num_rows) for number in shared),
+        index_bytes=sum(row_index_bytes(pieces[number][1].tier, pieces[number][1].num_rows) for number in shared),
     )
-    near_rows = {number: pieces[number][1].near_rows for number in far} | dict(zip(shared, counts, strict=True))
+    near_rows = {number: pieces[number][1].cache_rows for number in far} | dict(zip(shared, counts, strict=True))
     engine: DiskEngine | None = None
     storages: list[TableStorage] = []
     for number, ((spec, shard), optimizer) in enumerate(zip(pieces, optimizers, strict=True)):
@@ -66,7 +66,7 @@ def make_storages(
         if num_slots is None:
             storages.append(TableShard.create(spec, shard, optimizer, seed=seed, device=device))
             continue
-        rows: FarRows = HostRows(shard.num_rows, bytes_of[number])
+        rows: BackingStore = HostBackingStore(shard.num_rows, bytes_of[number])
         if shard.tier == DISK:
             assert options.dir is not None
             engine = engine or DiskEngine(options.dir, options.engine, max_reads_per_s=options.max_reads_per_s)

@@ -50,13 +50,13 @@ class RecordLayout:
         """Bytes of each value of a row."""
         return [field.stop - field.first for field in self._fields.values()]
 
-    def bits(self, values: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    def to_bytes(self, values: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8]]:
         """Values of n rows, as files have them, as [n, bytes] each, which side by side are their records; copies of
         what is not contiguous."""
         arrays = [values[name].reshape(-1, prod(field.shape)) for name, field in self._fields.items()]
         return [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
 
-    def named(self, bits: Sequence[Shaped[Tensor, "n _"]]) -> dict[str, Tensor]:
+    def from_bytes(self, bits: Sequence[Shaped[Tensor, "n _"]]) -> dict[str, Tensor]:
         """The way back, also of whole records: values of n rows by name; copies of what is not contiguous."""
         values = {}
         if len(bits) == 1:

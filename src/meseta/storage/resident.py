@@ -71,7 +71,7 @@ class TableShard(TableStorage):
             key=table_key(self.seed, f"{self.spec.name}/rounding"),
             first_row=self.shard.rows[0],
             first_column=self.shard.columns[0],
-            marks=self.marks.with_log,
+            marks=self.marks.words_and_log,
         )
 
     @property
@@ -83,11 +83,11 @@ class TableShard(TableStorage):
     def device(self) -> torch.device:
         return self.weight.device
 
-    def begin(self) -> TableRows:
+    def acquire(self) -> TableRows:
         """`rows`: they lie where operators need them."""
         return self.rows
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Nothing is to be brought back."""
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
@@ -103,20 +103,20 @@ class TableShard(TableStorage):
             else:
                 target.copy_(torch.from_numpy(source.copy()))
 
-    def freeze(self, reuse: TableStorage | None = None) -> TableShard:
-        copy = reuse if isinstance(reuse, TableShard) else self._room_for_copy()
+    def snapshot(self, reuse: TableStorage | None = None) -> TableShard:
+        copy = reuse if isinstance(reuse, TableShard) else self._allocate_host_copy()
         for name, value in self.values.items():
             copy.values[name].copy_(value.detach())
         return copy
 
-    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+    def gather(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
         where = rows.to(self.device)
         return {name: value.detach()[where].cpu() for name, value in self.values.items()}
 
     def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> CopiedRows:
         return CopiedRows(self.spec, self.shard, self.values, rows, buffers=copy_rows(self.values, rows, reuse))
 
-    def _room_for_copy(self) -> TableShard:
+    def _allocate_host_copy(self) -> TableShard:
         """A shard of the same shape in the memory of the host."""
 
         def like(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from meseta.ops.memory import empty
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Shard, TableSpec
 
-ROOM, MOST_ROOM = 1.125, 1.3
+BUFFER_GROWTH_FACTOR, MAX_BUFFER_RATIO = 1.125, 1.3
 """A buffer has room for so many times the rows that it is made for, since the next ones may be some more; it is used
 again for others that it has room for, unless that is so many times what they need."""
 
@@ -37,7 +37,7 @@ class SelectedRows(ABC):
         """The selected rows of first..stop-1 by name, on the CPU; not to be written to."""
 
     @abstractmethod
-    def end_reading(self) -> None:
+    def close(self) -> None:
         """They are read no more."""
 
 
@@ -55,7 +55,7 @@ class CopiedRows(SelectedRows):
         end = begin + self.rows.count(first, stop)
         return {name: value[begin:end] for name, value in self.buffers.items()}
 
-    def end_reading(self) -> None:
+    def close(self) -> None:
         """Their memory is kept for the next ones."""
 
 
@@ -73,26 +73,26 @@ class LazyRows(SelectedRows):
             return self._read(first, stop)
         return {name: value.new_empty((0, *value.shape[1:]), device="cpu") for name, value in self.values.items()}
 
-    def end_reading(self) -> None:
+    def close(self) -> None:
         self._close()
 
 
-def room_for(like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | None) -> dict[str, Tensor]:
+def allocate_buffers(like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | None) -> dict[str, Tensor]:
     """Buffers [num_rows or more, ...] by name in the memory of the host, those of `reuse` where they fit."""
     former = reuse.buffers if isinstance(reuse, CopiedRows) else {}
     buffers = {}
     for name, value in like.items():
         room = former.get(name)
-        if room is None or not num_rows <= len(room) <= max(MOST_ROOM * num_rows, 1024):
+        if room is None or not num_rows <= len(room) <= max(MAX_BUFFER_RATIO * num_rows, 1024):
             with torch.inference_mode(False):
-                room = empty((int(ROOM * num_rows), *value.shape[1:]), value.dtype, keep=False)
+                room = empty((int(BUFFER_GROWTH_FACTOR * num_rows), *value.shape[1:]), value.dtype, keep=False)
         buffers[name] = room
     return buffers
 
 
 def copy_rows(values: Mapping[str, Tensor], rows: RowSet, reuse: SelectedRows | None) -> dict[str, Tensor]:
-    """Buffers of `room_for` that begin with copies of some rows of `values`."""
-    buffers, end = room_for(values, len(rows), reuse), 0
+    """Buffers of `allocate_buffers` that begin with copies of some rows of `values`."""
+    buffers, end = allocate_buffers(values, len(rows), reuse), 0
     for part in rows.parts():
         begin, end = end, end + len(part)
         for name, value in values.items():

@@ -40,12 +40,12 @@ class TableStorage(ABC):
     marks: RowMarks
     """Which rows were changed, by a step or by `write`, since each consumer asked."""
 
-    def changed_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
+    def take_changed_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Rows that were changed since this consumer asked, ascending; they are marked for it no longer.
 
         To be called while no operator steps rows. Where it fails, `marks.add(rows, consumer)` gives them back.
         """
-        rows = self.marks.rows(consumer)
+        rows = self.marks.marked_rows(consumer)
         self.marks.clear(consumer)
         return rows
 
@@ -60,18 +60,18 @@ class TableStorage(ABC):
         """Where operators borrow the rows."""
 
     @abstractmethod
-    def begin(self) -> TableRows:
+    def acquire(self) -> TableRows:
         """Lend the rows to operators, which read them and step them in place, until as many `end` have come. The same
         record every time while any is lent."""
 
     @abstractmethod
-    def end(self) -> None:
+    def release(self) -> None:
         """Undo one `begin`; what operators have written is the table's."""
 
-    lies_far: bool = False
+    is_offloaded: bool = False
     """Whether rows are lent only while they are pinned, in places that are told then; else all are, each at its own."""
 
-    def end_reading(self) -> None:  # noqa: B027  (most hold nothing)
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Of what `freeze` or `in_order` have made: it is read no more, until it is given to `freeze` again."""
 
     @abstractmethod
@@ -84,24 +84,24 @@ class TableStorage(ABC):
         arrays have the type of the values, bfloat16 as uint16, see `as_stored`."""
 
     @abstractmethod
-    def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
+    def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
         """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
         needed no longer."""
 
     def select(self, rows: RowSet, reuse: SelectedRows | None = None) -> SelectedRows:
         """Some rows, which training does not change. `reuse` is one that was made before and is needed no longer."""
-        return self.freeze().select_in_place(rows)
+        return self.snapshot().select_in_place(rows)
 
     def select_in_place(self, rows: RowSet) -> SelectedRows:
         """Some rows, to be read from the first to the last while nothing changes them; no copy of them is kept."""
 
         def read(first: int, stop: int) -> dict[str, Tensor]:
-            return self.take(rows.rows(first, stop))
+            return self.gather(rows.rows(first, stop))
 
-        return LazyRows(self.spec, self.shard, self.values, rows, read=read, close=self.end_reading)
+        return LazyRows(self.spec, self.shard, self.values, rows, read=read, close=self.close)
 
-    def in_order(self) -> TableStorage:
-        """The rows, to be read from the first to the last while nothing changes them, until `end_reading`."""
+    def sequential_view(self) -> TableStorage:
+        """The rows, to be read from the first to the last while nothing changes them, until `close`."""
         return self
 
     @property
@@ -114,7 +114,7 @@ class TableStorage(ABC):
         return sum(value.numel() * value.element_size() for value in self.values.values())
 
     @abstractmethod
-    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+    def gather(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
         """Copies of some rows, ascending, by name, in the memory of the host."""
 
 

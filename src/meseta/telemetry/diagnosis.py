@@ -15,26 +15,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meseta.machine.process_state import state_of
+from meseta.machine.process_state import read_process_state
 from meseta.machine.time_limits import TimeLimits
-from meseta.machine.waits.blocked_calls import held_text
-from meseta.telemetry.rank_record import KeptTransfer, RankState, Wait
-from meseta.telemetry.shown import duration
+from meseta.machine.waits.blocked_calls import blocked_text
+from meseta.telemetry.formatting import format_duration
+from meseta.telemetry.rank_record import RankState, RecordedTransfer, Wait
 
-States = Mapping[int, RankState]
+RankStates = Mapping[int, RankState]
 """By rank."""
-SETTLE_S = 3.0
+DIVERGENCE_GRACE_S = 3.0
 """How long ranks are left alone that are at different transfers."""
-MISSED_S = 3.0
+MISSED_HEARTBEAT_TIMEOUT_S = 3.0
 """A heart that has not beaten for so long has missed beats: the system is slow, or the rank does not run."""
-BACKGROUND = "background"
+BACKGROUND_LANE = "background"
 """Lane of a thread beside the one that trains."""
 _NS = 1e9
-_SAME_ORDER = "every rank must take the same transfers, of the same types and lengths, in the same order"
+_SAME_ORDER_RULE = "every rank must take the same transfers, of the same types and lengths, in the same order"
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Diagnosis:
     """Why a run does not go on."""
 
     kind: Literal["silent", "astray", "stuck"]
@@ -51,55 +51,55 @@ class Trouble:
         return (self.kind, self.ranks, self.sequence_number)
 
 
-class Settling:
+class DivergenceGracePeriod:
     """Ranks that are astray are given the time to say so themselves, which most do within milliseconds."""
 
     def __init__(self) -> None:
         self._identity: tuple[object, ...] | None = None
         self._since_s = 0.0
 
-    def lasting(self, trouble: Trouble | None, now_s: float) -> Trouble | None:
+    def filter_diagnosis(self, trouble: Diagnosis | None, now_s: float) -> Diagnosis | None:
         """What is to be told of what was found now."""
         if trouble is None or trouble.kind != "astray":
             self._identity = None
             return trouble
         if trouble.identity != self._identity:
             self._identity, self._since_s = trouble.identity, now_s
-        return trouble if now_s - self._since_s >= SETTLE_S else None
+        return trouble if now_s - self._since_s >= DIVERGENCE_GRACE_S else None
 
 
-def find_silent(states: States, silent: Mapping[int, float], silent_s: float) -> Trouble | None:
+def find_unresponsive(states: RankStates, silent: Mapping[int, float], silent_s: float) -> Diagnosis | None:
     """The rank whose heart has not beaten for longest, of those for which that is longer than `silent_s`; `silent`
     holds the seconds of each."""
     rank = max(silent, key=lambda r: silent[r], default=None)
     if rank is None or silent[rank] <= silent_s:
         return None
-    return Trouble("silent", (rank,), _silent_text(states, rank, silent[rank]))
+    return Diagnosis("silent", (rank,), _unresponsive_text(states, rank, silent[rank]))
 
 
-def find_astray(states: States) -> Trouble | None:
+def find_diverged(states: RankStates) -> Diagnosis | None:
     """Ranks that are at another transfer than most are, at the first place of a lane where they differ, or have been
     before; else ranks that wait for each other in a circle."""
-    kept: dict[tuple[int, int], dict[int, KeptTransfer]] = {}
+    kept: dict[tuple[int, int], dict[int, RecordedTransfer]] = {}
     for rank, state in states.items():
         for transfer in state.transfers:
-            kept.setdefault((transfer.lane, transfer.place), {})[rank] = transfer
-    parted = [by_rank for _, by_rank in sorted(kept.items()) if len({t.past for t in by_rank.values()}) > 1]
-    by_rank = next((b for b in parted if len({t.agreed for t in b.values()}) > 1), parted[0] if parted else None)
+            kept.setdefault((transfer.lane, transfer.sequence_number), {})[rank] = transfer
+    parted = [by_rank for _, by_rank in sorted(kept.items()) if len({t.history_hash for t in by_rank.values()}) > 1]
+    by_rank = next((b for b in parted if len({t.signature for t in b.values()}) > 1), parted[0] if parted else None)
     if by_rank is None:
-        return _find_circle(states)
-    usual = Counter(transfer.past for transfer in by_rank.values()).most_common(1)[0][0]
-    others = [rank for rank, transfer in by_rank.items() if transfer.past == usual]
+        return _find_wait_cycle(states)
+    usual = Counter(transfer.history_hash for transfer in by_rank.values()).most_common(1)[0][0]
+    others = [rank for rank, transfer in by_rank.items() if transfer.history_hash == usual]
     blamed = tuple(rank for rank in by_rank if rank not in others)
-    text = _astray_text(states, by_rank, blamed[0], others)
-    return Trouble("astray", blamed, text, sequence_number=by_rank[blamed[0]].place)
+    text = _diverged_text(states, by_rank, blamed[0], others)
+    return Diagnosis("astray", blamed, text, sequence_number=by_rank[blamed[0]].sequence_number)
 
 
-def _find_circle(states: States) -> Trouble | None:
+def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
     """Ranks of which each waits for a transfer that the next one has not begun, since it waits, too. Transfers of other
     threads than the main one do not count: the rank that waits for one goes on."""
     waits = {rank: wait for rank, state in states.items() for wait in [_main_wait(state)] if wait is not None}
-    behind = {r: [o for o in _behind(states, r, wait) if o in waits] for r, wait in waits.items()}
+    behind = {r: [o for o in _ranks_behind(states, r, wait) if o in waits] for r, wait in waits.items()}
     while True:  # those that wait for ranks which are not in a circle, or which nobody in one waits for, are left out
         awaited = {o for others in behind.values() for o in others}
         left = {r: [o for o in others if o in behind] for r, others in behind.items() if r in awaited}
@@ -109,18 +109,24 @@ def _find_circle(states: States) -> Trouble | None:
         behind = left
     if not behind:
         return None
-    counts = Counter((waits[rank].lane, waits[rank].place) for rank in behind)
+    counts = Counter((waits[rank].lane, waits[rank].sequence_number) for rank in behind)
     usual = max(sorted(counts), key=lambda at: counts[at])
-    blamed = tuple(r for r in sorted(behind) if (waits[r].lane, waits[r].place) != usual) or tuple(sorted(behind))
+    blamed = tuple(r for r in sorted(behind) if (waits[r].lane, waits[r].sequence_number) != usual) or tuple(
+        sorted(behind)
+    )
     rank = blamed[-1]
     text = (
-        f"{named(states, rank)} is at {place(states[rank])}{_last(states[rank])}, number {waits[rank].place} of its "
-        f"lane, which others do not begin before it comes to theirs{_and_who(states, (rank,))}; {_SAME_ORDER}"
+        f"{describe_rank(states, rank)} is at {describe_position(states[rank])}{_transfer_clause(states[rank])}, "
+        f"number {waits[rank].sequence_number} of its "
+        f"lane, which others do not begin before it comes to theirs{_waiting_clause(states, (rank,))}; "
+        f"{_SAME_ORDER_RULE}"
     )
-    return Trouble("astray", blamed, text, sequence_number=waits[rank].place)
+    return Diagnosis("astray", blamed, text, sequence_number=waits[rank].sequence_number)
 
 
-def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s: float) -> Trouble | None:
+def find_unreachable_hosts(
+    states: RankStates, silent: Mapping[int, float], own: int, silent_s: float
+) -> Diagnosis | None:
     """Hosts of which this one, that of rank `own`, hears no rank any more; `silent` holds the seconds of each other
     rank. Where the hosts have one rank each, a rank that is stopped looks the same as a link that is cut."""
     hosts: dict[str, list[int]] = {}
@@ -128,7 +134,7 @@ def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s
         hosts.setdefault(states[rank].host, []).append(rank)
     here = hosts.pop(states[own].host, None)
     # Beats come once a second, so that of one cut some hosts are heard for a little longer than others.
-    nearly_s = max(silent_s - MISSED_S, silent_s / 2)
+    nearly_s = max(silent_s - MISSED_HEARTBEAT_TIMEOUT_S, silent_s / 2)
     unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
     is_told = any(
         max(silent[rank] for rank in ranks) > silent_s and (len(ranks) > 1 or here is None)
@@ -140,63 +146,74 @@ def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s
     longest_s, first = max(silent[rank] for rank in blamed), states[blamed[0]]
     listed = " and ".join(f"ranks {', '.join(map(str, ranks))} on {host}" for host, ranks in unheard.items())
     text = (
-        f"rank {own} on {states[own].host} has not heard {listed} for {duration(longest_s)}; rank {blamed[0]} was at "
-        f"{place(first)}{_last(first)}{_and_who(states, blamed)}; the link between {states[own].host} and "
+        f"rank {own} on {states[own].host} has not heard {listed} for {format_duration(longest_s)}; rank {blamed[0]} "
+        f"was at "
+        f"{describe_position(first)}{_transfer_clause(first)}{_waiting_clause(states, blamed)}; the link between "
+        f"{states[own].host} and "
         f"{' and '.join(unheard)} is cut, or nothing runs there"
     )
-    return Trouble("silent", tuple(blamed), text)
+    return Diagnosis("silent", tuple(blamed), text)
 
 
-def find_stuck(states: States, now_ns: int | None, after_s: float) -> Trouble | None:
+def find_stuck(states: RankStates, now_ns: int | None, after_s: float) -> Diagnosis | None:
     """What keeps ranks waiting for one transfer, or a rank in one stage of a step, for longer than `after_s`. Without
     `now_ns`, of ranks of several hosts, each is asked up to its last heartbeat."""
-    until = {rank: state.beat_ns if now_ns is None else now_ns for rank, state in states.items()}
+    until = {rank: state.heartbeat_ns if now_ns is None else now_ns for rank, state in states.items()}
     waits = {rank: wait for rank, state in states.items() for wait in [_longest_wait(state)] if wait is not None}
     waited = {rank: (until[rank] - wait.since_ns) / _NS for rank, wait in waits.items()}
     waiting = [rank for rank, seconds in waited.items() if seconds > after_s]
     if waiting:
         first = max(waiting, key=lambda rank: waited[rank])
-        blamed = _late(states, first, waits[first]) or (first,)
-        return Trouble("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]))
-    idle = {r: (until[r] - s.moved_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
+        blamed = _late_ranks(states, first, waits[first]) or (first,)
+        return Diagnosis("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]))
+    idle = {r: (until[r] - s.last_progress_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
     slow = [rank for rank, seconds in idle.items() if seconds > after_s]
     if slow and len(states) > 1:
         rank = max(slow, key=lambda r: idle[r])
-        text = f"{named(states, rank)} has been at {place(states[rank])} for {duration(idle[rank])}"
-        return Trouble("stuck", (rank,), text)
+        text = (
+            f"{describe_rank(states, rank)} has been at {describe_position(states[rank])} for "
+            f"{format_duration(idle[rank])}"
+        )
+        return Diagnosis("stuck", (rank,), text)
     return None
 
 
-def find_end(states: States) -> Trouble | None:
+def diagnose_exit(states: RankStates) -> Diagnosis | None:
     """What has ended ranks of which none is there any more, as far as their records tell: the one whose heart stopped
     before those of the others, or that was astray, or that others waited for."""
-    last_ns = max(max(state.beat_ns, state.moved_ns) for state in states.values())
-    silent = {rank: (last_ns - state.beat_ns) / _NS for rank, state in states.items()}
-    return find_silent(states, silent, MISSED_S) or find_astray(states) or find_stuck(states, last_ns, MISSED_S)
+    last_ns = max(max(state.heartbeat_ns, state.last_progress_ns) for state in states.values())
+    silent = {rank: (last_ns - state.heartbeat_ns) / _NS for rank, state in states.items()}
+    return (
+        find_unresponsive(states, silent, MISSED_HEARTBEAT_TIMEOUT_S)
+        or find_diverged(states)
+        or find_stuck(states, last_ns, MISSED_HEARTBEAT_TIMEOUT_S)
+    )
 
 
-def told(state: RankState, now_ns: int | None) -> str:
+def describe_state(state: RankState, now_ns: int | None) -> str:
     """Where a rank is, and what it waits for, with how long where its clock is known."""
-    since = "" if now_ns is None else f", for {duration((now_ns - state.moved_ns) / _NS)}"
-    return f"{place(state)}{_last(state)}{since}"
+    since = "" if now_ns is None else f", for {format_duration((now_ns - state.last_progress_ns) / _NS)}"
+    return f"{describe_position(state)}{_transfer_clause(state)}{since}"
 
 
-def find_trouble(states: States, silent: Mapping[int, float], now_ns: int | None, limits: TimeLimits) -> Trouble | None:
+def diagnose(
+    states: RankStates, silent: Mapping[int, float], now_ns: int | None, limits: TimeLimits
+) -> Diagnosis | None:
     """The first of these, in the order of this page."""
     return (
-        find_silent(states, silent, limits.silent_s)
-        or find_astray(states)
+        find_unresponsive(states, silent, limits.silent_s)
+        or find_diverged(states)
         or find_stuck(states, now_ns, limits.stall_s)
     )
 
 
-def named(states: States, rank: int) -> str:
+def describe_rank(states: RankStates, rank: int) -> str:
     """Rank, host and process."""
     state = states.get(rank)
     return f"rank {rank}" if state is None else f"rank {rank} on {state.host} (process {state.pid})"
 
 
-def place(state: RankState) -> str:
+def describe_position(state: RankState) -> str:
     """Step and stage."""
     if not state.stage:
         last = next((kept.step for kept in reversed(state.transfers) if kept.step is not None), None)
@@ -204,24 +221,24 @@ def place(state: RankState) -> str:
     return f"step {state.step}, stage {state.stage}"
 
 
-def waited_for(state: RankState, wait: Wait) -> KeptTransfer | None:
+def awaited_transfer(state: RankState, wait: Wait) -> RecordedTransfer | None:
     """What it waits for."""
-    return state.at(wait.lane, wait.place)
+    return state.find_transfer(wait.lane, wait.sequence_number)
 
 
-def who_waits(states: States, blamed: Iterable[int]) -> str:
+def describe_waiting_ranks(states: RankStates, blamed: Iterable[int]) -> str:
     """Which other ranks wait, and for what; '' where none does."""
     by_transfer: dict[str, list[int]] = {}
     left_out = set(blamed)
     for rank, state in sorted(states.items()):
         wait = _longest_wait(state)
-        transfer = None if wait is None else waited_for(state, wait)
+        transfer = None if wait is None else awaited_transfer(state, wait)
         if transfer is not None and rank not in left_out:
-            by_transfer.setdefault(transfer.shown(), []).append(rank)
-    return ", ".join(f"{ranks_told(ranks)} for {shown}" for shown, ranks in by_transfer.items())
+            by_transfer.setdefault(transfer.describe(), []).append(rank)
+    return ", ".join(f"{format_waiting_ranks(ranks)} for {shown}" for shown, ranks in by_transfer.items())
 
 
-def ranks_told(ranks: Sequence[int]) -> str:
+def format_waiting_ranks(ranks: Sequence[int]) -> str:
     """rank 3 waits; ranks 0, 1, 2 wait."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits"
@@ -235,73 +252,88 @@ def _longest_wait(state: RankState) -> Wait | None:
 
 def _main_wait(state: RankState) -> Wait | None:
     """Of the thread that trains."""
-    waits = [wait for wait in state.waits.values() if _lane_name(state, wait) != BACKGROUND]
+    waits = [wait for wait in state.waits.values() if _lane_name(state, wait) != BACKGROUND_LANE]
     return min(waits, key=lambda wait: wait.since_ns, default=None)
 
 
 def _lane_name(state: RankState, wait: Wait) -> str:
-    transfer = waited_for(state, wait)
-    return BACKGROUND if transfer is None else transfer.lane_name
+    transfer = awaited_transfer(state, wait)
+    return BACKGROUND_LANE if transfer is None else transfer.lane_name
 
 
-def _behind(states: States, rank: int, wait: Wait) -> list[int]:
+def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
     """The other ranks that take part in what a rank waits for, and have not begun it."""
-    transfer = waited_for(states[rank], wait)
+    transfer = awaited_transfer(states[rank], wait)
     others = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
-    return [r for r in others if states[r].num_begun(wait.lane) < wait.place]
+    return [r for r in others if states[r].num_started(wait.lane) < wait.sequence_number]
 
 
-def _late(states: States, rank: int, wait: Wait) -> tuple[int, ...]:
+def _late_ranks(states: RankStates, rank: int, wait: Wait) -> tuple[int, ...]:
     """The ranks that another one waits for: those that have not begun its transfer; else those that have not come to
     wait for it, and stand still for nothing else."""
-    behind = _behind(states, rank, wait)
+    behind = _ranks_behind(states, rank, wait)
     free = [r for r in behind or states if r != rank and not states[r].waits]
     return tuple(free or behind)
 
 
-def _silent_text(states: States, rank: int, seconds: float) -> str:
+def _unresponsive_text(states: RankStates, rank: int, seconds: float) -> str:
     state = states.get(rank)
     if state is None:
-        return f"rank {rank} has not begun to run within {duration(seconds)}"
-    process = state_of(state.pid) if state.host == socket.gethostname() else None
-    held = held_text(state.pid, process) if process is not None and process.start == state.start else ""
-    text = f"{named(states, rank)} has been silent for {duration(seconds)}{f', {held}' * bool(held)}, at {place(state)}"
-    return text + _last(state) + _and_who(states, (rank,))
+        return f"rank {rank} has not begun to run within {format_duration(seconds)}"
+    process = read_process_state(state.pid) if state.host == socket.gethostname() else None
+    held = blocked_text(state.pid, process) if process is not None and process.start_ticks == state.start_ticks else ""
+    text = (
+        f"{describe_rank(states, rank)} has been silent for {format_duration(seconds)}{f', {held}' * bool(held)}, "
+        f"at {describe_position(state)}"
+    )
+    return text + _transfer_clause(state) + _waiting_clause(states, (rank,))
 
 
-def _last(state: RankState) -> str:
+def _transfer_clause(state: RankState) -> str:
     """The transfer that it waits for, or has begun last."""
     wait = _longest_wait(state)
-    transfer = None if wait is None else waited_for(state, wait)
+    transfer = None if wait is None else awaited_transfer(state, wait)
     if transfer is not None:
-        return f", waiting for {transfer.shown()}"
-    return f", after it began {state.transfers[-1].shown()}" if state.transfers else ""
+        return f", waiting for {transfer.describe()}"
+    return f", after it began {state.transfers[-1].describe()}" if state.transfers else ""
 
 
-def _and_who(states: States, blamed: Sequence[int]) -> str:
-    waiting = who_waits(states, blamed)
+def _waiting_clause(states: RankStates, blamed: Sequence[int]) -> str:
+    waiting = describe_waiting_ranks(states, blamed)
     return f"; {waiting}" if waiting else ""
 
 
-def _astray_text(states: States, by_rank: Mapping[int, KeptTransfer], blamed: int, others: Sequence[int]) -> str:
+def _diverged_text(
+    states: RankStates, by_rank: Mapping[int, RecordedTransfer], blamed: int, others: Sequence[int]
+) -> str:
     mine, its = by_rank[blamed], by_rank[others[0]]
     rest = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))}{' and others' * (len(others) > 8)}"
-    at = f"{named(states, blamed)} is at {place(states[blamed])}"
-    if mine.agreed == its.agreed:
-        where = f"and has taken other transfers of lane {mine.lane_name} than {rest} before its number {mine.place}"
+    at = f"{describe_rank(states, blamed)} is at {describe_position(states[blamed])}"
+    if mine.signature == its.signature:
+        where = (
+            f"and has taken other transfers of lane {mine.lane_name} than {rest} before its number "
+            f"{mine.sequence_number}"
+        )
     else:
         where = (
-            f"where transfer {mine.place} of lane {mine.lane_name} is {mine.shown_exactly()}, and on {rest} "
-            f"{its.shown_exactly()}"
+            f"where transfer {mine.sequence_number} of lane {mine.lane_name} is {mine.describe_signature()}, and on "
+            f"{rest} "
+            f"{its.describe_signature()}"
         )
-    return f"{at}, {where}{_and_who(states, (blamed,))}; {_SAME_ORDER}"
+    return f"{at}, {where}{_waiting_clause(states, (blamed,))}; {_SAME_ORDER_RULE}"
 
 
-def _stuck_text(states: States, blamed: Sequence[int], waits: Mapping[int, Wait], seconds: float) -> str:
+def _stuck_text(states: RankStates, blamed: Sequence[int], waits: Mapping[int, Wait], seconds: float) -> str:
     rank = blamed[0]
     if rank not in waits:
-        text = f"{named(states, rank)} has kept others waiting for {duration(seconds)}, at {place(states[rank])}"
+        text = (
+            f"{describe_rank(states, rank)} has kept others waiting for {format_duration(seconds)}, at "
+            f"{describe_position(states[rank])}"
+        )
     else:
-        text = f"{named(states, rank)} has been stuck for {duration(seconds)}, at {place(states[rank])}"
+        text = (
+            f"{describe_rank(states, rank)} has been stuck for {format_duration(seconds)}, at "
+            f"{describe_position(states[rank])}"
+        )
     more = f", and so {'has rank' if len(blamed) == 2 else 'have ranks'} {', '.join(map(str, blamed[1:9]))}"
-    return text + _last(states[rank]) + more * (len(blamed) > 1) + _and_who(states, blamed)
+    return text + _transfer_clause(states[rank]) + more * (len(blamed) > 1) + _waiting_clause(states, blamed)

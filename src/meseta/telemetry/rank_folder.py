@@ -11,52 +11,57 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meseta.errors import MesetaError
-from meseta.machine.files import has_controls, open_regular
-from meseta.machine.process_state import catches, state_of
-from meseta.machine.waits.blocked_calls import held_text
-from meseta.telemetry.rank_record import FOLDER, SIZE, RankState, read_state
+from meseta.machine.files import has_control_characters, open_regular
+from meseta.machine.process_state import has_signal_handler, read_process_state
+from meseta.machine.waits.blocked_calls import blocked_text
+from meseta.telemetry.rank_record import RANKS_FOLDER, RECORD_BYTES, RankState, parse_record
 
-_NAME = re.compile(r"rank-(\d{5,9})\.record")
-STACKS_S = 3.0
+_RECORD_NAME_PATTERN = re.compile(r"rank-(\d{5,9})\.record")
+STACKS_TIMEOUT_S = 3.0
 """Seconds that ranks have to write their stacks."""
-QUIET_S = 0.2
+STACKS_IDLE_TIMEOUT_S = 0.2
 """A rank that has written nothing for so long has written them all."""
-STACKS_BYTES = 1 << 18
+MAX_STACKS_BYTES = 1 << 18
 """The most that is read of the stacks of a rank."""
 
 
 @dataclass(frozen=True)
-class FoundRank:
+class RankProcess:
     """A rank of a run."""
 
     path: Path
     state: RankState
-    is_here: bool
+    is_local: bool
     """Whether it is, or was, a process of this host."""
     is_alive: bool
     """Whether that process is still there."""
-    held: str
+    blocked_reason: str
     """Why it does not run, where the system says so, ready to stand in a sentence."""
     is_stopped: bool
     """Whether that is a signal, so that the process continues at SIGCONT."""
 
 
-def find_ranks(run_dir: Path) -> dict[int, FoundRank]:
+def read_rank_records(run_dir: Path) -> dict[int, RankProcess]:
     """Those that have left a record in the folder of a run, by rank.
 
     Raises MesetaError where there is none, and for what is no record, or not of these ranks.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / RANKS_FOLDER
     try:
-        paths = {int(match[1]): folder / match[0] for name in os.listdir(folder) if (match := _NAME.fullmatch(name))}
+        paths = {
+            int(match[1]): folder / match[0]
+            for name in os.listdir(folder)
+            if (match := _RECORD_NAME_PATTERN.fullmatch(name))
+        }
     except OSError:
         paths = {}
     if not paths:
         raise MesetaError(
-            f"{str(run_dir)!r} has no records of ranks in {FOLDER!r}; give the run_dir of a training on several ranks, "
+            f"{str(run_dir)!r} has no records of ranks in {RANKS_FOLDER!r}; give the run_dir of a training on several "
+            f"ranks, "
             "on a file system of its hosts"
         )
-    found = {rank: _find_rank(path) for rank, path in sorted(paths.items())}
+    found = {rank: _read_rank_record(path) for rank, path in sorted(paths.items())}
     sizes = {rank.state.num_ranks for rank in found.values()}
     for number, rank in found.items():
         if rank.state.rank != number or len(sizes) > 1:
@@ -67,24 +72,24 @@ def find_ranks(run_dir: Path) -> dict[int, FoundRank]:
     return found
 
 
-def _find_rank(path: Path) -> FoundRank:
+def _read_rank_record(path: Path) -> RankProcess:
     try:
         descriptor = open_regular(path, os.O_NOFOLLOW)
         try:
-            state = read_state(os.pread(descriptor, SIZE, 0), str(path))
+            state = parse_record(os.pread(descriptor, RECORD_BYTES, 0), str(path))
         finally:
             os.close(descriptor)
     except OSError as error:
         raise MesetaError(f"record of a rank {str(path)!r}: {error.strerror}; move it away") from None
     is_here = state.host == socket.gethostname()
-    process = state_of(state.pid) if is_here else None
-    if process is None or process.start != state.start or process.has_ended:
-        return FoundRank(path, state, is_here, is_alive=False, held="", is_stopped=False)
-    held = held_text(state.pid, process)
-    return FoundRank(path, state, is_here, is_alive=True, held=held, is_stopped=process.is_stopped)
+    process = read_process_state(state.pid) if is_here else None
+    if process is None or process.start_ticks != state.start_ticks or process.has_ended:
+        return RankProcess(path, state, is_here, is_alive=False, blocked_reason="", is_stopped=False)
+    held = blocked_text(state.pid, process)
+    return RankProcess(path, state, is_here, is_alive=True, blocked_reason=held, is_stopped=process.is_stopped)
 
 
-def ask_for_stacks(ranks: Mapping[int, FoundRank]) -> dict[int, str]:
+def collect_stacks(ranks: Mapping[int, RankProcess]) -> dict[int, str]:
     """Python stacks of the threads of ranks that are alive on this host; '' of one that does not answer.
 
     A signal goes to a process alone that began when the record says so, and that does something of its own at it.
@@ -94,7 +99,7 @@ def ask_for_stacks(ranks: Mapping[int, FoundRank]) -> dict[int, str]:
     try:
         for number in texts:
             found, state = ranks[number], ranks[number].state
-            if found.held or not catches(state.pid, state.signal):
+            if found.blocked_reason or not has_signal_handler(state.pid, state.signal):
                 continue
             descriptor = open_regular(found.path, os.O_NOFOLLOW)
             asked[number] = descriptor, os.fstat(descriptor).st_size
@@ -103,24 +108,28 @@ def ask_for_stacks(ranks: Mapping[int, FoundRank]) -> dict[int, str]:
             except OSError:  # it has ended, or is another user's
                 continue
         quiet_s = time.monotonic()
-        sizes, deadline = dict[int, int](), quiet_s + STACKS_S
-        while time.monotonic() < min(deadline, quiet_s + QUIET_S) or not _all_grew(asked, sizes, deadline):
+        sizes, deadline = dict[int, int](), quiet_s + STACKS_TIMEOUT_S
+        while time.monotonic() < min(deadline, quiet_s + STACKS_IDLE_TIMEOUT_S) or not _all_responded(
+            asked, sizes, deadline
+        ):
             now = {number: os.fstat(descriptor).st_size for number, (descriptor, _) in asked.items()}
             if now != sizes:
                 sizes, quiet_s = now, time.monotonic()
             time.sleep(0.02)
         for number, (descriptor, before) in asked.items():
-            texts[number] = _inside(os.pread(descriptor, STACKS_BYTES, max(before, SIZE)).decode(errors="replace"))
+            texts[number] = _strip_outer_frames(
+                os.pread(descriptor, MAX_STACKS_BYTES, max(before, RECORD_BYTES)).decode(errors="replace")
+            )
     finally:
         for descriptor, _ in asked.values():
             os.close(descriptor)
     return texts
 
 
-def _inside(text: str) -> str:
+def _strip_outer_frames(text: str) -> str:
     """Stacks without the frames outside of the command that is run, alike in all of them."""
     lines, is_outside = list[str](), False
-    for line in "".join(c for c in text if c == "\n" or not has_controls(c)).splitlines():
+    for line in "".join(c for c in text if c == "\n" or not has_control_characters(c)).splitlines():
         is_outside = is_outside and line.startswith("  ")
         if not is_outside:
             lines.append(line)
@@ -128,6 +137,6 @@ def _inside(text: str) -> str:
     return "\n".join(lines)
 
 
-def _all_grew(asked: Mapping[int, tuple[int, int]], sizes: Mapping[int, int], deadline: float) -> bool:
+def _all_responded(asked: Mapping[int, tuple[int, int]], sizes: Mapping[int, int], deadline: float) -> bool:
     """Whether every rank has begun to answer, or has had its time."""
     return time.monotonic() > deadline or all(sizes.get(number, 0) > size for number, (_, size) in asked.items())

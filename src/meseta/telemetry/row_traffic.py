@@ -34,8 +34,8 @@ class RowTraffic:
         return RowTraffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: RowTraffic) -> RowTraffic:
-        return self + other.times(-1.0)
+        return self + other.scaled(-1.0)
 
-    def times(self, factor: float) -> RowTraffic:
+    def scaled(self, factor: float) -> RowTraffic:
         """So many times that."""
         return RowTraffic(*(value * factor for value in vars(self).values()))

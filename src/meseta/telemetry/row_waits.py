@@ -33,7 +33,7 @@ class RowWait:
     def __add__(self, other: RowWait) -> RowWait:
         return RowWait(*map(add, vars(self).values(), vars(other).values()))
 
-    def times(self, factor: float) -> RowWait:
+    def scaled(self, factor: float) -> RowWait:
         """So many times that."""
         return RowWait(*(value * factor for value in vars(self).values()))
 
@@ -43,26 +43,26 @@ class RowWaits:
 
     def __init__(self) -> None:
         self._sums: dict[str, RowWait] = {}
-        self._life: dict[str, RowWait] = {}
+        self._lifetime_sums: dict[str, RowWait] = {}
         self._num_steps = 0
 
     def add(self, waits: Mapping[str, RowWait], share: float = 1.0) -> None:
         """So much of these, by reader."""
         for reader, wait in waits.items():
-            self._sums[reader] = self._sums.get(reader, RowWait()) + wait.times(share)
+            self._sums[reader] = self._sums.get(reader, RowWait()) + wait.scaled(share)
 
-    def take(self, num_steps: int) -> dict[str, RowWait]:
+    def pop_means(self, num_steps: int) -> dict[str, RowWait]:
         """Means over the steps since the last call, of each reader that was waited for."""
         sums, self._sums = self._sums, {}
         self._num_steps += num_steps
         for reader, wait in sums.items():
-            self._life[reader] = self._life.get(reader, RowWait()) + wait
-        return _each_step(sums, num_steps)
+            self._lifetime_sums[reader] = self._lifetime_sums.get(reader, RowWait()) + wait
+        return _per_step(sums, num_steps)
 
-    def over_life(self) -> dict[str, RowWait]:
+    def lifetime_means(self) -> dict[str, RowWait]:
         """Means over all steps, of what was taken."""
-        return _each_step(self._life, self._num_steps)
+        return _per_step(self._lifetime_sums, self._num_steps)
 
 
-def _each_step(sums: Mapping[str, RowWait], num_steps: int) -> dict[str, RowWait]:
-    return {reader: wait.times(1.0 / max(num_steps, 1)) for reader, wait in sums.items()}
+def _per_step(sums: Mapping[str, RowWait], num_steps: int) -> dict[str, RowWait]:
+    return {reader: wait.scaled(1.0 / max(num_steps, 1)) for reader, wait in sums.items()}

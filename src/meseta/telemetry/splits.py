@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 TEST, VALID = "test", "valid"
-EVALUATED = (TEST, VALID)
+EVALUATED_SPLITS = (TEST, VALID)
 """Splits that runs evaluate, the one of the headline first."""
 
 
-def choosing_split(splits: Collection[str]) -> str:
+def validation_split(splits: Collection[str]) -> str:
     """The one that is evaluated on the way and decides: valid, so that test stays untouched until the end; test where
     there is no valid."""
     return VALID if VALID in splits else TEST
 
 
-def note_flattered(split: str | None, chosen: Collection[str]) -> str:
+def test_selection_warning(split: str | None, chosen: Collection[str]) -> str:
     """A line for what was `chosen` by figures of the test split; empty where there is nothing to say."""
     if split != TEST or not chosen:
         return ""

@@ -7,17 +7,17 @@ from typing import Any
 
 from pydantic import Field
 
-from meseta.machine.files import parse_json, read_if_there
-from meseta.telemetry.lines import Count, Entry, EvalLine
+from meseta.machine.files import parse_json, read_if_exists
+from meseta.telemetry.metrics_file import Count, Entry, EvalLine
 from meseta.telemetry.row_waits import RowWait
-from meseta.telemetry.splits import EVALUATED, TEST, VALID
+from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, VALID
 from meseta.telemetry.transfers import TransferMeans
 
-SUMMARY_NAME = "summary.json"
-ENVIRONMENT_NAME = "environment.json"
+SUMMARY_FILE = "summary.json"
+ENVIRONMENT_FILE = "environment.json"
 
 
-class Best(Entry):
+class BestEvaluation(Entry):
     """The best evaluation."""
 
     metric: str | None = None
@@ -28,21 +28,21 @@ class Best(Entry):
     value: float | None = None
 
 
-class Chosen(Entry):
+class SelectionRecord(Entry):
     """What evaluations decided."""
 
     split: str
     what: list[str]
 
 
-class TeacherFigures(Entry):
+class TeacherSummary(Entry):
     """The best figures that synthetic data allows."""
 
     auc: float | None = None
     ne: float | None = None
 
 
-class Predicted(Entry):
+class PredictedStep(Entry):
     """What the cost model said of a step."""
 
     step_s: float
@@ -59,7 +59,7 @@ class Predicted(Entry):
     no waiting."""
 
 
-class Overlapped(Entry):
+class OverlapSummary(Entry):
     """What a run lets travel while it computes, by the names of meseta.spec.stages."""
 
     hidden: list[str] = Field(default=[])
@@ -73,9 +73,9 @@ class RunSummary(Entry):
     valid: EvalLine | None = None
     """Of the same weights as `test`, where the data have that split."""
     test: EvalLine | None = None
-    best: Best = Best()
-    chosen: Chosen | None = None
-    teacher: TeacherFigures | None = None
+    best: BestEvaluation = BestEvaluation()
+    chosen: SelectionRecord | None = None
+    teacher: TeacherSummary | None = None
     num_steps: Count | None = None
     num_samples: Count | None = None
     train_s: float | None = None
@@ -96,12 +96,12 @@ class RunSummary(Entry):
     """What each rank sent per step, by the name of the transfer."""
     row_waits_by_rank: list[dict[str, RowWait]] = Field(default=[])
     """What each rank waited for per step, by reader."""
-    overlap: Overlapped | None = None
+    overlap: OverlapSummary | None = None
     """None where one rank runs alone."""
-    predicted: Predicted | None = None
+    predicted: PredictedStep | None = None
 
     @property
-    def timed(self) -> dict[str, Any]:
+    def timings(self) -> dict[str, Any]:
         """What it says of the steps' time, measured and predicted, by name."""
         names = {"stages_s_by_rank", "transfers_by_rank", "row_waits_by_rank", "predicted"} & self.model_fields_set
         return {name: getattr(self, name) for name in names}
@@ -111,12 +111,12 @@ class RunSummary(Entry):
         return {VALID: self.valid, TEST: self.test}.get(split)
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def evaluated_splits(self) -> tuple[str, ...]:
         """Those that were evaluated at the end."""
-        return tuple(split for split in EVALUATED if self.evaluation(split))
+        return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
 
 
-class Versions(Entry):
+class PackageVersions(Entry):
     """Of this package and those that figures depend on."""
 
     python: str | None = None
@@ -126,10 +126,10 @@ class Versions(Entry):
     pyarrow: str | None = None
 
 
-class Environment(Entry):
+class RunEnvironment(Entry):
     """What a figure of a run depends on."""
 
-    versions: Versions = Versions()
+    versions: PackageVersions = PackageVersions()
     num_cores: Count | None = None
     processor: str | None = None
     instructions: str | None = None
@@ -143,7 +143,7 @@ class Environment(Entry):
 
 def read_summary(run_dir: Path) -> RunSummary | None:
     """None while the run has not ended, and for a file that is no summary. Raises StorageError if reading failed."""
-    content = read_if_there(run_dir / SUMMARY_NAME)
+    content = read_if_exists(run_dir / SUMMARY_FILE)
     try:
         return None if content is None else RunSummary.model_validate(parse_json(content, finite=False))
     except ValueError:

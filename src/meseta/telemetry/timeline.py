@@ -20,21 +20,21 @@ from typing import Literal, NamedTuple
 
 from meseta.errors import MesetaError
 from meseta.spec.stages import STAGE_NAMES
-from meseta.spec.transfer import OF_TABLES
+from meseta.spec.transfer import TABLE_TRANSFERS
 from meseta.telemetry.span import CopySpan, Span
 from meseta.telemetry.transfers import TransferSpan
 
-TIMELINE_NAME = "timeline.json"
-STEP, BETWEEN_STEPS, IN_NO_STAGE, WAITING = "step", "between steps", "in no stage", "waiting"
+TIMELINE_FILE = "timeline.json"
+STEP, BETWEEN_STEPS, OUTSIDE_STAGES, WAITING = "step", "between steps", "in no stage", "waiting"
 UNDER_WAY = " under way"
 """Part of the names of tracks of transfers and copies."""
 COPIES = f"copies{UNDER_WAY}"
 """Of batches to a GPU, on a stream of their own, where one is after the other."""
 HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
-"""Keys of `Slice.figures` of transfers and copies."""
-MOST_STEPS = 100
+"""Keys of `Slice.args` of transfers and copies."""
+MAX_TIMELINE_STEPS = 100
 """Of a timeline: some thousand slices a step on eight ranks."""
-NUM_STEPS, WARM_UP = 10, 10
+DEFAULT_NUM_STEPS, NUM_WARM_UP_STEPS = 10, 10
 """Steps of a timeline where nothing else is asked for, and steps before them: the first ones of a process are longer,
 since memory is taken and threads are started."""
 Kind = Literal["step", "stage", "transfer"]
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
     end_ns: int
     step: int | None
     """Its number in the run, from 1: of a transfer, that in which it began; None between steps."""
-    figures: Mapping[str, float] = {}
+    args: Mapping[str, float] = {}
     """Bytes and the like, by name."""
 
 
@@ -86,13 +86,13 @@ class Timeline:
     ranks: tuple[RankClock, ...]
     tracks: tuple[Track, ...] = field(repr=False)
 
-    def of(self, rank: int, kind: Kind) -> list[Track]:
+    def select_tracks(self, rank: int, kind: Kind) -> list[Track]:
         """Tracks of a rank."""
         return [track for track in self.tracks if (track.rank, track.kind) == (rank, kind)]
 
     def steps(self, rank: int) -> list[Slice]:
         """The steps of a rank, without what lies between them."""
-        return [one for track in self.of(rank, "step") for one in track.slices if one.name != BETWEEN_STEPS]
+        return [one for track in self.select_tracks(rank, "step") for one in track.slices if one.name != BETWEEN_STEPS]
 
 
 class StepRange(NamedTuple):
@@ -111,9 +111,9 @@ class StepRange(NamedTuple):
         steps = StepRange(*map(int, numbers))
         if not 1 <= steps.first <= steps.last:
             raise MesetaError(f"--profile-steps must count up from 1, got {text!r}; name the first step, then the last")
-        if steps.num_steps > MOST_STEPS:
+        if steps.num_steps > MAX_TIMELINE_STEPS:
             raise MesetaError(
-                f"--profile-steps {text} are {steps.num_steps:,} steps; a timeline has {MOST_STEPS} at most"
+                f"--profile-steps {text} are {steps.num_steps:,} steps; a timeline has {MAX_TIMELINE_STEPS} at most"
             )
         return steps
 
@@ -123,14 +123,14 @@ class StepRange(NamedTuple):
         return self.last - self.first + 1
 
     @staticmethod
-    def after(done: int, num_steps: int) -> StepRange:
+    def default_after(done: int, num_steps: int) -> StepRange:
         """Those that are profiled where nothing else is asked for, of a process that does the steps behind `done` up to
         `num_steps`: behind its first ones, which are longer."""
-        warm_up = min(WARM_UP, (num_steps - done) // 2)
-        return StepRange(done + warm_up + 1, min(done + warm_up + NUM_STEPS, num_steps))
+        warm_up = min(NUM_WARM_UP_STEPS, (num_steps - done) // 2)
+        return StepRange(done + warm_up + 1, min(done + warm_up + DEFAULT_NUM_STEPS, num_steps))
 
 
-def rank_tracks(
+def make_rank_tracks(
     rank: int,
     spans: Sequence[Span],
     transfers: Sequence[TransferSpan],
@@ -142,11 +142,11 @@ def rank_tracks(
 
     Args:
         rank: whose.
-        spans: stages and steps as `StageTimes.recorded` gives them.
-        transfers: as `TransferTimes.recorded` gives them.
+        spans: stages and steps as `StageTimes.stop_recording` gives them.
+        transfers: as `TransferTimes.stop_recording` gives them.
         offset_s: added to all times.
         first: steps of the run before the one that counts as 0 in spans and transfers.
-        copies: as `StageTimes.recorded_copies` gives them.
+        copies: as `StageTimes.pop_recorded_copies` gives them.
     """
 
     def ns(seconds: float) -> int:
@@ -154,11 +154,11 @@ def rank_tracks(
 
     timed = [Slice(span.stage, ns(span.begin_s), ns(span.end_s), first + span.step + 1) for span in spans]
     steps = sorted((one for one in timed if one.name == STEP), key=lambda one: one.begin_ns)
-    by_name: dict[str, list[Slice]] = {name: [] for name in (*STAGE_NAMES, IN_NO_STAGE)}
-    for piece in own_pieces(timed):
-        by_name[IN_NO_STAGE if piece.name == STEP else piece.name].append(piece)
+    by_name: dict[str, list[Slice]] = {name: [] for name in (*STAGE_NAMES, OUTSIDE_STAGES)}
+    for piece in split_nested(timed):
+        by_name[OUTSIDE_STAGES if piece.name == STEP else piece.name].append(piece)
     tracks = [
-        Track(rank, STEP, "step", tuple(_with_gaps(steps))),
+        Track(rank, STEP, "step", tuple(_insert_gaps(steps))),
         *(Track(rank, name, "stage", tuple(slices)) for name, slices in by_name.items()),
     ]
     copied = [
@@ -170,26 +170,26 @@ def rank_tracks(
     for one in sorted(transfers, key=lambda one: one.begin_s):
         slices = of_transfers.setdefault(one.name, [])
         figures = {
-            HOST_BYTES: one.inside_bytes,
-            OTHER_HOSTS_BYTES: one.across_bytes,
+            HOST_BYTES: one.intra_host_bytes,
+            OTHER_HOSTS_BYTES: one.inter_host_bytes,
             "other ranks": one.num_peers,
-            "ms waited for": round(1e3 * one.waited_s, 6),
+            "ms waited for": round(1e3 * one.wait_s, 6),
         }
         number = None if one.step is None else first + one.step + 1
         begin_ns, end_ns = ns(one.begin_s), ns(max(one.done_s, one.begin_s))
         slices.append(Slice(one.name, begin_ns, end_ns, number, figures))
-        waiting_ns = max(ns(one.done_s - one.waited_s), begin_ns)
+        waiting_ns = max(ns(one.done_s - one.wait_s), begin_ns)
         if waiting_ns < end_ns:
             slices.append(Slice(WAITING, waiting_ns, end_ns, number))
-    listed = [*(name for name in OF_TABLES if name in of_transfers), *of_transfers]
+    listed = [*(name for name in TABLE_TRANSFERS if name in of_transfers), *of_transfers]
     for name in dict.fromkeys(listed):
-        for index, apart in enumerate(_apart(of_transfers[name])):
+        for index, apart in enumerate(_split_overlapping(of_transfers[name])):
             shown = f"{name}{UNDER_WAY}" + f" ({index + 1})" * (index > 0)
             tracks.append(Track(rank, shown, "transfer", tuple(apart)))
     return [track for track in tracks if track.slices]
 
 
-def own_pieces(timed: Iterable[Slice]) -> list[Slice]:
+def split_nested(timed: Iterable[Slice]) -> list[Slice]:
     """Each slice without those inside it, in pieces that do not overlap, in the order of time; what lies inside another
     one comes before it."""
     pieces: list[Slice] = []
@@ -220,7 +220,7 @@ def own_pieces(timed: Iterable[Slice]) -> list[Slice]:
     return pieces
 
 
-def _with_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
+def _insert_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
     """Steps, and what lies between them."""
     before: Slice | None = None
     for step in steps:
@@ -230,7 +230,7 @@ def _with_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
         before = step
 
 
-def _apart(slices: Sequence[Slice]) -> list[list[Slice]]:
+def _split_overlapping(slices: Sequence[Slice]) -> list[list[Slice]]:
     """Slices by track so that those of one do not overlap: as few tracks as can be. A waiting goes with its own."""
     tracks: list[list[Slice]] = []
     place = 0

@@ -18,35 +18,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from meseta.telemetry.lines import Count, Entry
+from meseta.telemetry.metrics_file import Count, Entry
 from meseta.telemetry.timeline import WAITING, RankClock, Slice, Timeline, Track
 
-FORMAT = "meseta.timeline/1"
-_TRACKS_OF_RANK = 1000
+TIMELINE_FORMAT = "meseta.timeline/1"
+_MAX_TRACKS_PER_RANK = 1000
 """Numbers of threads that a rank has; no more than some dozens are used."""
 _Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 
 
-class _Place(Entry):
+class _RankInfo(Entry):
     host: str
     clock_offset_s: FiniteFloat
     clock_error_s: FiniteFloat
 
 
-class _About(Entry):
+class _TimelineInfo(Entry):
     format: Literal["meseta.timeline/1"]
     first_step: Count
     last_step: Count
-    ranks: list[_Place] = Field(min_length=1)
+    ranks: list[_RankInfo] = Field(min_length=1)
 
 
-class _Arguments(Entry):
+class _EventArgs(Entry):
     name: str = ""
     """Of metadata: that of the process or thread."""
     step: Count | None = None
 
 
-class _Event(Entry):
+class _TraceEvent(Entry):
     ph: str
     name: str
     cat: str = ""
@@ -54,16 +54,16 @@ class _Event(Entry):
     tid: Count = 0
     ts: _Microseconds = 0.0
     dur: _Microseconds = 0.0
-    args: _Arguments = _Arguments()
+    args: _EventArgs = _EventArgs()
 
 
 class TraceDocument(Entry):
     """The file, as it is read again."""
 
-    otherData: _About
-    traceEvents: list[_Event]
+    otherData: _TimelineInfo
+    traceEvents: list[_TraceEvent]
 
-    def timeline(self) -> Timeline:
+    def to_timeline(self) -> Timeline:
         """What was written, but for where time begins. Tracks without a name, and what is of no rank, are left out."""
         about = self.otherData
         names = {
@@ -97,28 +97,28 @@ class TraceDocument(Entry):
         )
 
 
-def trace_document(timeline: Timeline) -> dict[str, Any]:
+def to_trace_document(timeline: Timeline) -> dict[str, Any]:
     """Plain data for JSON."""
     begin_ns = min((one.begin_ns for track in timeline.tracks for one in track.slices), default=0)
     events: list[dict[str, Any]] = []
     for rank, place in enumerate(timeline.ranks):
-        events += _named(rank, 0, "process", f"rank {rank} on {place.host}", rank)
+        events += _metadata_events(rank, 0, "process", f"rank {rank} on {place.host}", rank)
         tracks = [track for track in timeline.tracks if track.rank == rank]
         for index, track in enumerate(tracks):
-            thread = _thread(rank, index)
-            events += _named(rank, thread, "thread", track.name, index)
-            events += [_complete(rank, thread, track, one, begin_ns) for one in track.slices]
-        events += _flows(rank, tracks, begin_ns)
+            thread = _thread_id(rank, index)
+            events += _metadata_events(rank, thread, "thread", track.name, index)
+            events += [_slice_event(rank, thread, track, one, begin_ns) for one in track.slices]
+        events += _flow_events(rank, tracks, begin_ns)
     ranks = [{"host": one.host, "clock_offset_s": one.offset_s, "clock_error_s": one.error_s} for one in timeline.ranks]
-    about = {"format": FORMAT, "first_step": timeline.first, "last_step": timeline.last, "ranks": ranks}
+    about = {"format": TIMELINE_FORMAT, "first_step": timeline.first, "last_step": timeline.last, "ranks": ranks}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
-def _thread(rank: int, index: int) -> int:
-    return rank * _TRACKS_OF_RANK + index + 1
+def _thread_id(rank: int, index: int) -> int:
+    return rank * _MAX_TRACKS_PER_RANK + index + 1
 
 
-def _named(rank: int, thread: int, what: str, name: str, place: int) -> list[dict[str, Any]]:
+def _metadata_events(rank: int, thread: int, what: str, name: str, place: int) -> list[dict[str, Any]]:
     """Metadata: a name, and its place among others."""
     at = {"ph": "M", "pid": rank + 1, "tid": thread}
     return [
@@ -127,7 +127,7 @@ def _named(rank: int, thread: int, what: str, name: str, place: int) -> list[dic
     ]
 
 
-def _complete(rank: int, thread: int, track: Track, one: Slice, begin_ns: int) -> dict[str, Any]:
+def _slice_event(rank: int, thread: int, track: Track, one: Slice, begin_ns: int) -> dict[str, Any]:
     step = {} if one.step is None else {"step": one.step}
     return {
         "ph": "X",
@@ -137,14 +137,14 @@ def _complete(rank: int, thread: int, track: Track, one: Slice, begin_ns: int) -
         "tid": thread,
         "ts": (one.begin_ns - begin_ns) / 1e3,
         "dur": (one.end_ns - one.begin_ns) / 1e3,
-        "args": {**step, **one.figures},
+        "args": {**step, **one.args},
     }
 
 
-def _flows(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, Any]]:
+def _flow_events(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, Any]]:
     """From the stage in which a transfer was begun to where it is waited for."""
     stages = sorted(
-        (one.begin_ns, one.end_ns, _thread(rank, index))
+        (one.begin_ns, one.end_ns, _thread_id(rank, index))
         for index, track in enumerate(tracks)
         if track.kind == "stage"
         for one in track.slices
@@ -164,4 +164,4 @@ def _flows(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, 
             number += 1
             flow = {"name": "waited for", "cat": "flow", "id": number, "pid": rank + 1}
             yield {**flow, "ph": "s", "tid": stages[place][2], "ts": (begun_ns - begin_ns) / 1e3}
-            yield {**flow, "ph": "f", "bp": "e", "tid": _thread(rank, index), "ts": (one.begin_ns - begin_ns) / 1e3}
+            yield {**flow, "ph": "f", "bp": "e", "tid": _thread_id(rank, index), "ts": (one.begin_ns - begin_ns) / 1e3}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from meseta.spec.transfer import OF_STEPS
+from meseta.spec.transfer import STEP_TRANSFERS
 
-NUM_KEPT = 4096
+NUM_RECENT_SPANS = 4096
 """Spans that are at hand; older ones are in the sums alone."""
 
 
@@ -24,15 +24,15 @@ class TransferSpan(NamedTuple):
     """Steps that had ended before the one in which it began; None between steps, as in an evaluation."""
     num_peers: int
     """Other ranks that took part."""
-    inside_bytes: float
+    intra_host_bytes: float
     """Sent to ranks of the same host."""
-    across_bytes: float
+    inter_host_bytes: float
     """Sent to ranks of other hosts."""
     begin_s: float
     """On the clock of time.perf_counter()."""
     done_s: float
     """When it was known to be done: at the latest when it was waited for."""
-    waited_s: float
+    wait_s: float
     """How long this rank stood still for it. On a GPU the stream waits, and the rank does not."""
 
 
@@ -61,18 +61,18 @@ class TransferTimes:
     """Bytes and seconds by transfer, added up over the spans of steps since the last `take`."""
 
     def __init__(self) -> None:
-        self.latest: deque[TransferSpan] = deque(maxlen=NUM_KEPT)
+        self.recent_spans: deque[TransferSpan] = deque(maxlen=NUM_RECENT_SPANS)
         """The last spans, in the order of their ends."""
         self.step: int | None = None
         """Steps that ended before the one under way; None where none is."""
-        self._recorded: list[TransferSpan] | None = None
+        self._recording: list[TransferSpan] | None = None
         self._num_steps = 0
         self._sums: dict[str, TransferMeans] = {}
-        self._life: dict[str, TransferMeans] = {}
-        self._num_taken = 0
+        self._lifetime_sums: dict[str, TransferMeans] = {}
+        self._num_reported_steps = 0
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def track_step(self) -> Iterator[None]:
         """While a step is under way; one that raises does not count as one."""
         self.step = self._num_steps
         try:
@@ -83,39 +83,39 @@ class TransferTimes:
 
     def add(self, span: TransferSpan) -> None:
         """One that has ended."""
-        self.latest.append(span)
-        if self._recorded is not None:
-            self._recorded.append(span)
+        self.recent_spans.append(span)
+        if self._recording is not None:
+            self._recording.append(span)
         if span.step is not None:
             seconds = span.done_s - span.begin_s
-            one = TransferMeans(1, span.inside_bytes, span.across_bytes, seconds, span.waited_s)
-            _count(self._sums, span.name, one)
+            one = TransferMeans(1, span.intra_host_bytes, span.inter_host_bytes, seconds, span.wait_s)
+            _add_to_sums(self._sums, span.name, one)
 
-    def record(self) -> None:
+    def start_recording(self) -> None:
         """Keep all spans from now on, until `recorded`."""
-        self._recorded = []
+        self._recording = []
 
-    def recorded(self) -> list[TransferSpan]:
+    def stop_recording(self) -> list[TransferSpan]:
         """Those that have ended since `record`, in the order of their ends."""
-        spans, self._recorded = self._recorded or [], None
+        spans, self._recording = self._recording or [], None
         return spans
 
-    def take(self) -> dict[str, TransferMeans]:
+    def pop_means(self) -> dict[str, TransferMeans]:
         """Means per step of each transfer since the last call."""
-        num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
+        num_steps, self._num_reported_steps = self._num_steps - self._num_reported_steps, self._num_steps
         sums, self._sums = self._sums, {}
         for name, one in sums.items():
-            _count(self._life, name, one)
-        return _each_step(sums, num_steps)
+            _add_to_sums(self._lifetime_sums, name, one)
+        return _per_step(sums, num_steps)
 
-    def over_life(self) -> dict[str, TransferMeans]:
+    def lifetime_means(self) -> dict[str, TransferMeans]:
         """Means per step of each transfer, over all that was taken."""
-        return _each_step(self._life, self._num_taken)
+        return _per_step(self._lifetime_sums, self._num_reported_steps)
 
 
-def _count(sums: dict[str, TransferMeans], name: str, one: TransferMeans) -> None:
+def _add_to_sums(sums: dict[str, TransferMeans], name: str, one: TransferMeans) -> None:
     sums[name] = sums[name] + one if name in sums else one
 
 
-def _each_step(sums: dict[str, TransferMeans], num_steps: int) -> dict[str, TransferMeans]:
-    return {name: one / max(num_steps, 1) for name, one in sums.items() if name in OF_STEPS}
+def _per_step(sums: dict[str, TransferMeans], num_steps: int) -> dict[str, TransferMeans]:
+    return {name: one / max(num_steps, 1) for name, one in sums.items() if name in STEP_TRANSFERS}

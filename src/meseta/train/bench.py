@@ -15,9 +15,9 @@ from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.bench.e2e_peers import FILL, LR, PlainDLRM
-from meseta.measure.contest.contender import Contender
-from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.measure.bench.e2e_peers import INIT_VALUE, LR, PlainDLRM
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 from meseta.models import DLRM, MLP, MLPOptions
 from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
@@ -27,28 +27,28 @@ from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW
 
-GATE_LR = 0.01
-NUM_CHECKED = 5
+CHECK_LR = 0.01
+NUM_CHECKED_STEPS = 5
 TOLERANCE = 1e-5
 
 
-class OursTraining(Contender):
+class MesetaTraining(BenchmarkTarget):
     """A Pipeline on a DLRM, as `meseta train` has it; on several ranks through `meseta.shard`."""
 
-    def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
+    def __init__(self, workload: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
         super().__init__()
-        self.training = Training.from_json(training)
+        self.training = DlrmWorkload.from_json(workload)
         self.world = World.current()
         # Constant rows are quick to make, and as fast as any others.
-        model = make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=FILL))
-        samples = make_samples(self.training, self.world.rank, self.world.size)
+        model = make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=INIT_VALUE))
+        samples = make_training_batches(self.training, self.world.rank, self.world.size)
         self.steps = make_pipeline(model, LR, self.world).steps(map(make_batch, cycle(samples)))
         self.actions = {"step": self._train}
 
     def facts(self) -> dict[str, Any]:
         return {
             "actions": list(self.actions),
-            "samples_per_call": self.training.traffic.batch_size,
+            "samples_per_call": self.training.lookups.batch_size,
             "versions": {"torch": torch.__version__, "isa": instruction_set()},
         }
 
@@ -59,22 +59,25 @@ class OursTraining(Contender):
         next(self.steps)
 
 
-class TrainingGate(Contender):
+class TrainingCheck(BenchmarkTarget):
     """Answers `check`."""
 
     def facts(self) -> dict[str, Any]:
         return {"actions": []}
 
-    def check(self, training: dict[str, Any]) -> list[str]:
+    def check(self, workload: dict[str, Any]) -> list[str]:
         """Losses of ours and of plain PyTorch from equal weights, both with SGD: a line where they differ."""
-        shape = Training.from_json(training)
+        shape = DlrmWorkload.from_json(workload)
         # Sums as large for long bags as for single ids: large logits would blow up what rounding leaves.
-        init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.traffic.bag_size))
-        model = make_model(shape, "sgd", "float32", GATE_LR, init)
-        twin = _make_twin(model, shape)
-        step, optimizer = make_pipeline(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
+        init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.lookups.bag_size))
+        model = make_model(shape, "sgd", "float32", CHECK_LR, init)
+        twin = _make_reference_model(model, shape)
+        step, optimizer = (
+            make_pipeline(model, CHECK_LR, World.single()),
+            torch.optim.SGD(twin.parameters(), lr=CHECK_LR),
+        )
         wrong = []
-        for index, samples in enumerate(make_samples(shape)[:NUM_CHECKED], start=1):
+        for index, samples in enumerate(make_training_batches(shape)[:NUM_CHECKED_STEPS], start=1):
             ours = step(make_batch(samples)).loss
             optimizer.zero_grad()
             logits = twin(torch.from_numpy(samples.dense), torch.from_numpy(samples.ids))
@@ -86,12 +89,12 @@ class TrainingGate(Contender):
         return wrong
 
 
-def make_model(training: Training, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
+def make_model(training: DlrmWorkload, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
     """A DLRM of this shape; `dense_dtype` is what its layers compute in."""
     spec = OptimizerSpec(name=optimizer, lr=lr)
     tables = [
         TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
-        for f, rows in enumerate(training.traffic.rows)
+        for f, rows in enumerate(training.lookups.rows)
     ]
     features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
     return DLRM(
@@ -112,12 +115,12 @@ def make_pipeline(
     return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden)
 
 
-def make_batch(samples: Samples) -> Batch:
+def make_batch(samples: TrainingBatch) -> Batch:
     """As the reader gives it: the KeyedJaggedTensor is new in every step."""
     num_features, batch_size, bag_size = samples.ids.shape
     keys, values = tuple(f"f{f}" for f in range(num_features)), torch.from_numpy(samples.ids.reshape(-1))
     if bag_size == 1:
-        sparse = KeyedJaggedTensor.of_single_ids(keys, values)
+        sparse = KeyedJaggedTensor.from_single_ids(keys, values)
     else:
         lengths = torch.from_numpy(np.full(num_features * batch_size, bag_size))
         sparse = KeyedJaggedTensor(keys, values, lengths)
@@ -125,7 +128,7 @@ def make_batch(samples: Samples) -> Batch:
 
 
 @torch.no_grad()
-def _make_twin(model: DLRM, training: Training) -> PlainDLRM:
+def _make_reference_model(model: DLRM, training: DlrmWorkload) -> PlainDLRM:
     """Plain PyTorch with the same weights."""
     twin = PlainDLRM(training)
     shards = cast(EmbeddingBagCollection, model.embeddings).shards

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
-from meseta.data.dataset.unseen import Unseen
+from meseta.data.dataset.unseen_values import UnseenValues
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
@@ -24,12 +24,12 @@ from meseta.machine.files import move, sync
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
 from meseta.train.evaluate import gather_windows, predict
+from meseta.train.interop.output_columns import LABEL, PREDICTION, ROW, OutputColumns
+from meseta.train.interop.table_files import CsvWriter, open_table_writer
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
-from meseta.train.outside.output_columns import LABEL, PREDICTION, ROW, OutputColumns
-from meseta.train.outside.table_files import CsvTable, open_table
 
-_ALL = OutputColumns()
+_ALL_COLUMNS = OutputColumns()
 
 
 def write_predictions(
@@ -38,13 +38,13 @@ def write_predictions(
     world: World,
     out: Path,
     keys: Sequence[str] = (),
-    shift: float = 0.0,
+    logit_shift: float = 0.0,
     windows: TaskWindows[MetricWindow] | None = None,
-    columns: OutputColumns = _ALL,
+    columns: OutputColumns = _ALL_COLUMNS,
 ) -> int:
     """Write a line for every row of the reader's split, in order; returns the number of rows.
 
-    `shift` is added to the logits. `windows` take this rank's predictions too, where the rows have labels.
+    `logit_shift` is added to the logits. `windows` take this rank's predictions too, where the rows have labels.
 
     Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
     them, then "prediction" and, if there are labels, "label" (float32), or "prediction.NAME" and "label.NAME" for each
@@ -55,19 +55,19 @@ def write_predictions(
     The file appears whole or not at all. Raises MesetaError, on all ranks, for columns that there are not, a file
     that cannot be written, and a prediction that is not finite.
     """
-    file = _File(out, reader, keys, columns) if world.rank == 0 else None
-    world.raise_together(file.problem if file is not None else None)
+    file = _PredictionFile(out, reader, keys, columns) if world.rank == 0 else None
+    world.raise_on_all_ranks(file.error if file is not None else None)
     num_rows = 0
     try:
-        for own_logits, batch in predict(model, reader, world, shift):
+        for own_logits, batch in predict(model, reader, world, logit_shift):
             more = (batch.weight, batch.group, batch.label_mask)
             weight, group, known = (None if column is None else column.numpy() for column in more)
             label = batch.label.numpy()
             if windows is not None and reader.dataset.has_labels:
-                windows.add(own_logits, label, weight, group, known=known)
+                windows.add(own_logits, label, weight, group, label_mask=known)
             shown = label if known is None else np.where(known, label, np.float32(np.nan))
-            own = own_logits.astype(np.float64), shown, file is not None and file.problem is not None
-            parts = world.gather_objects(own)
+            own = own_logits.astype(np.float64), shown, file is not None and file.error is not None
+            parts = world.all_gather_object(own)
             if parts[0][2]:  # nothing more can be written, so nothing more is computed
                 break
             scores, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
@@ -78,34 +78,34 @@ def write_predictions(
         if file is not None:
             file.discard()
         raise
-    world.raise_together(file.finish() if file is not None else None)
+    world.raise_on_all_ranks(file.finish() if file is not None else None)
     return num_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewPredictions:
+class PredictionSummary:
     """What is to tell of raw rows that were predicted."""
 
     num_rows: int
-    unseen: Unseen
-    figures: dict[str, dict[str, Any]]
+    unseen: UnseenValues
+    metrics: dict[str, dict[str, Any]]
     """By label, plain data; empty where the rows have none."""
     note: str | None
     """Why there are no figures, though there are labels."""
 
 
-def write_new_predictions(
+def write_raw_predictions(
     model: Model,
     batches: NewBatches,
     world: World,
     out: Path,
-    shift: float = 0.0,
-    columns: OutputColumns = _ALL,
-) -> NewPredictions:
+    logit_shift: float = 0.0,
+    columns: OutputColumns = _ALL_COLUMNS,
+) -> PredictionSummary:
     """`write_predictions` of raw rows, with the keys that they were opened with, and what there is to tell of them; the
     same on every rank."""
     windows = TaskWindows(batches.dataset.labels, MetricWindow)
-    num_rows = write_predictions(model, batches, world, out, shift=shift, windows=windows, columns=columns)
+    num_rows = write_predictions(model, batches, world, out, logit_shift=logit_shift, windows=windows, columns=columns)
     figures, note = {}, None
     if batches.dataset.has_labels:
         together = gather_windows(windows, world)
@@ -113,68 +113,68 @@ def write_new_predictions(
             figures = {label: together[label].compute().to_dict() for label in together.tasks}
         except MesetaError as error:  # labels between 0 and 1 have none
             note = f"there are no figures: {error}"
-    return NewPredictions(num_rows=num_rows, unseen=batches.rows.unseen, figures=figures, note=note)
+    return PredictionSummary(num_rows=num_rows, unseen=batches.rows.unseen, metrics=figures, note=note)
 
 
-class _File:
+class _PredictionFile:
     """A growing file under a temporary name; keeps the first problem until all ranks meet."""
 
     def __init__(
         self, out: Path, reader: BatchReader | NewBatches, keys: Sequence[str], columns: OutputColumns
     ) -> None:
-        self.problem: MesetaError | None = None
+        self.error: MesetaError | None = None
         self._out = out
-        self._temporary = out.with_name(f".{out.name}.tmp")
-        self._writer: pq.ParquetWriter | CsvTable | None = None
+        self._temporary_path = out.with_name(f".{out.name}.tmp")
+        self._writer: pq.ParquetWriter | CsvWriter | None = None
         labels = reader.dataset.labels
         self._has_labels = reader.dataset.has_labels
         kinds = (PREDICTION, LABEL) if self._has_labels else (PREDICTION,)
-        self._figures = [(f"{kind}.{name}" if len(labels) > 1 else kind) for kind in kinds for name in labels]
-        with self._noting_problems():
-            self._keys = _keys(reader, keys, (ROW, *self._figures), with_roles=not columns.pairs)
-            figures = [pa.field(name, pa.float32()) for name in self._figures]
+        self._value_columns = [(f"{kind}.{name}" if len(labels) > 1 else kind) for kind in kinds for name in labels]
+        with self._record_errors():
+            self._keys = _open_key_columns(reader, keys, (ROW, *self._value_columns), with_roles=not columns.pairs)
+            figures = [pa.field(name, pa.float32()) for name in self._value_columns]
             self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
             columns.check(self._schema.names)
-            self._chosen = columns.pairs or tuple((name, name) for name in self._schema.names)
-            written = pa.schema([self._schema.field(old).with_name(new) for new, old in self._chosen])
-            self._writer = open_table(self._temporary, out.suffix, written)
-        if self.problem is not None:
+            self._output_columns = columns.pairs or tuple((name, name) for name in self._schema.names)
+            written = pa.schema([self._schema.field(old).with_name(new) for new, old in self._output_columns])
+            self._writer = open_table_writer(self._temporary_path, out.suffix, written)
+        if self.error is not None:
             self.discard()
 
     def add(self, first_row: int, scores: NDArray[np.float64], labels: NDArray[Any]) -> None:
         """Write the rows of one global batch, whose logits are `scores` [B] or [B, T]."""
-        if self.problem is not None or self._writer is None:
+        if self.error is not None or self._writer is None:
             return
         num_rows = len(scores)
         scores, labels = scores.reshape(num_rows, -1), labels.reshape(num_rows, -1)
         bad = ~np.isfinite(scores).all(axis=1)
         if bad.any():
-            self.problem = MesetaError(
+            self.error = MesetaError(
                 f"predictions: that of row {first_row + int(np.flatnonzero(bad)[0])} is not finite; look for broken "
                 "values in its dense features"
             )
             return
-        with self._noting_problems():
+        with self._record_errors():
             keys = self._keys.take(num_rows)
             figures = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
             rows = np.arange(first_row, first_row + num_rows)
             # A missing label is NaN in `labels` and null in the file.
             arrays = [pa.array(np.ascontiguousarray(one), from_pandas=True) for one in figures]
             table = pa.table([pa.array(rows), *keys.columns, *arrays], schema=self._schema)
-            news, olds = zip(*self._chosen, strict=True)
+            news, olds = zip(*self._output_columns, strict=True)
             self._writer.write_table(table.select(olds).rename_columns(news))
 
     def finish(self) -> MesetaError | None:
         """Give the file its name, or delete it where something went wrong; returns what that was."""
-        with self._noting_problems():
+        with self._record_errors():
             if self._writer is not None:
                 self._writer.close()
-            if self.problem is None:
-                sync(self._temporary)
-                move(self._temporary, self._out)
-        if self.problem is not None:
+            if self.error is None:
+                sync(self._temporary_path)
+                move(self._temporary_path, self._out)
+        if self.error is not None:
             self.discard()
-        return self.problem
+        return self.error
 
     def discard(self) -> None:
         """Leave nothing behind."""
@@ -182,40 +182,40 @@ class _File:
             if self._writer is not None:
                 self._writer.close()
         with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+            self._temporary_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _noting_problems(self) -> Iterator[None]:
+    def _record_errors(self) -> Iterator[None]:
         try:
             yield
         except MesetaError as error:
-            self.problem = error
+            self.error = error
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
+            self.error = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
 
 
-def _keys(
+def _open_key_columns(
     reader: BatchReader | NewBatches, keys: Sequence[str], taken: Sequence[str], *, with_roles: bool
 ) -> KeyColumns | NewBatches:
     """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves, and
     `with_roles` adds the group and the time of a prepared dataset."""
     if isinstance(reader, BatchReader):
-        _check_reader(reader.options)
+        _check_reader_options(reader.options)
         dataset = reader.dataset
         roles = [name for name in (dataset.group, dataset.time) if name is not None and with_roles]
         return KeyColumns(dataset, reader.split, _key_names([*keys, *roles], taken))
     for name in reader.schema.names:
-        _check_free(name, taken)
+        _check_not_reserved(name, taken)
     return reader
 
 
-def _check_free(name: str, taken: Sequence[str]) -> None:
+def _check_not_reserved(name: str, taken: Sequence[str]) -> None:
     if name in taken:
         raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
 
 
-def _check_reader(options: ReaderOptions) -> None:
+def _check_reader_options(options: ReaderOptions) -> None:
     if options.shuffle or options.filter is not None or options.negative_keep < 1 or options.last_batch != "keep":
         raise MesetaError(
             "predictions: the reader must give every row once, in the order of the files, for keys to stay with their "
@@ -227,5 +227,5 @@ def _key_names(keys: Sequence[str], taken: Sequence[str]) -> list[str]:
     """The columns to hand through, none twice."""
     names = [name for name in dict.fromkeys(keys) if name != LABEL or name not in taken]
     for name in names:
-        _check_free(name, taken)
+        _check_not_reserved(name, taken)
     return names

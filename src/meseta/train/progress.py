@@ -8,17 +8,17 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meseta.telemetry.lines import Line, TrainLine
+from meseta.telemetry.metrics_file import Line, TrainLine
 
 
 class TrainProgress:
     """Steps done, samples/s, loss, NE, AUC and time left, on standard error; silent on ranks other than 0."""
 
-    def __init__(self, num_steps: int, *, first_step: int, shown: bool) -> None:
+    def __init__(self, num_steps: int, *, first_step: int, visible: bool) -> None:
         self._console = Console(stderr=True)
         self._num_steps = num_steps
-        self._shown = shown
-        self._live = shown and self._console.is_terminal
+        self._is_visible = visible
+        self._is_live = visible and self._console.is_terminal
         self._bar = Progress(
             TextColumn("train"),
             BarColumn(bar_width=24),
@@ -26,20 +26,20 @@ class TrainProgress:
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._live,
+            disable=not self._is_live,
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("train", total=num_steps, completed=first_step, figures="")
 
     def __enter__(self) -> TrainProgress:
-        if self._live:
+        if self._is_live:
             self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:  # a bar that was not shown leaves an empty line in some versions of rich
+        if self._is_live:  # a bar that was not shown leaves an empty line in some versions of rich
             self._bar.stop()
 
     def step(self, step: int) -> None:
@@ -48,30 +48,30 @@ class TrainProgress:
 
     def log(self, line: Line) -> None:
         """Show the figures of one line of metrics.jsonl."""
-        if not self._shown:
+        if not self._is_visible:
             return
         if isinstance(line, TrainLine):
             left_s = (self._num_steps - line.step) * (line.seconds_per_step or 0.0)
-            figures = f"{line.samples_per_s:,.0f} samples/s  {_figures(line)}"
+            figures = f"{line.samples_per_s:,.0f} samples/s  {_format_metrics(line)}"
             self._bar.update(self._task, figures=figures)
-            if not self._live:
-                self.say(f"step {line.step}/{self._num_steps}  {figures}  {left_s:.0f} s left")
+            if not self._is_live:
+                self.print_line(f"step {line.step}/{self._num_steps}  {figures}  {left_s:.0f} s left")
         else:
-            figures = _figures(line) or "no figures"  # of an empty split
-            self.say(f"{line.split} at step {line.step}: {figures}, {line.num_samples:,} samples")
+            figures = _format_metrics(line) or "no figures"  # of an empty split
+            self.print_line(f"{line.split} at step {line.step}: {figures}, {line.num_samples:,} samples")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
-        if self._shown:
+        if self._is_visible:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, notes: Iterable[str]) -> None:
         """Say each note as a warning."""
         for note in notes:
-            self.say(f"warning: {note}")
+            self.print_line(f"warning: {note}")
 
 
-def _figures(line: Line) -> str:
+def _format_metrics(line: Line) -> str:
     names = (("loss", "loss"), ("logloss", "logloss"), ("ne", "NE"), ("auc", "AUC"), ("calibration", "calibration"))
     found = [(label, value) for key, label in names if (value := getattr(line, key, None)) is not None]
     return "  ".join(f"{label} {value:.4f}" for label, value in found)

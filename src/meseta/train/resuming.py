@@ -10,26 +10,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meseta.checkpoint import retries
-from meseta.checkpoint.failures import on_first
+from meseta.checkpoint.failures import run_on_rank_0
+from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.older import OlderCheckpoint
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import newest, store_at
+from meseta.checkpoint.store.store import make_store, newest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.load import checkpoints_of_run, value_at
+from meseta.config.load import checkpoint_location, get_value
 from meseta.data.read.batch_reader import BatchReader
 from meseta.errors import StorageError
 from meseta.machine.remote import Location, location_is_folder
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
-from meseta.spec.plan_document import PLAN_NAME, read_written_plan
+from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
+from meseta.train.early_stopping import EarlyStopping
 from meseta.train.run_dir import RunDir
-from meseta.train.stopping import BestSoFar
 
-_MODEL = ("model", "embedding.pooling")
+_MODEL_KEYS = ("model", "embedding.pooling")
 """Keys, or sections of them, that say what is trained."""
-_LEARNING = (
+_LEARNING_KEYS = (
     "dense.optimizer",
     "dense.schedule",
     "dense.clip_value",
@@ -40,17 +40,17 @@ _LEARNING = (
 )
 """Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
 holds, wherever it is written."""
-_HOW = ("embedding", "dense", "schedule", "pipeline")
+_LEARNING_SECTIONS = ("embedding", "dense", "schedule", "pipeline")
 """Sections that these keys are in, but for that of train, which says how long as well."""
-_SHOWN = 4
+_MAX_LISTED = 4
 """Changes, and tables of one, that a message lists."""
 
 
-def check_model(run: RunDir, config: RunConfig, world: World) -> None:
+def check_same_model(run: RunDir, config: RunConfig, world: World) -> None:
     """Raise MesetaError, on all ranks, where the config that `run` was trained with says another model. Shapes of
     tensors do not tell all: a dropout, a pooling, how columns are parted into heads. Collective."""
-    before = _config_before(run)
-    changes = [] if before is None else [*_changes(before, config, _MODEL), *_pooling_changes(before, config)]
+    before = _load_previous_config(run)
+    changes = [] if before is None else [*_diff_configs(before, config, _MODEL_KEYS), *_diff_poolings(before, config)]
     problem = None
     if changes:
         key, was, now = changes[0]
@@ -58,30 +58,30 @@ def check_model(run: RunDir, config: RunConfig, world: World) -> None:
             f"run_dir {str(run.path)!r} trains another model: {key} was {was!r} and is {now!r} now; set it back, "
             "choose another run_dir, or begin this one anew with --force"
         )
-    world.raise_together(problem)
+    world.raise_on_all_ranks(problem)
 
 
 @dataclass(frozen=True)
-class Over:
+class CompletionReason:
     """Why a run that is taken up has no step left."""
 
-    why: str
+    description: str
     """In words, after its name."""
-    key: str
+    config_key: str
     """Of the config, which gives it more steps where it is raised."""
 
     @staticmethod
-    def of(config: RunConfig, step: int, num_steps: int, best: BestSoFar) -> Over | None:
+    def find(config: RunConfig, step: int, num_steps: int, best: EarlyStopping) -> CompletionReason | None:
         """Of a run that has done `step` of `num_steps`; None where there are steps left."""
         if step == num_steps:
             key = "train.epochs" if config.train.max_steps is None else "train.max_steps"
-            return Over(f"has done its {step:,} steps", key)
-        if best.ends_training:
-            return Over(f"stopped early at step {step:,}, since {best}", "train.early_stopping.patience")
+            return CompletionReason(f"has done its {step:,} steps", key)
+        if best.should_stop:
+            return CompletionReason(f"stopped early at step {step:,}, since {best}", "train.early_stopping.patience")
         return None
 
 
-def seek(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
+def seek_reader(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
     """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where there
     is no such checkpoint, or one that is refused when it is taken up."""
     if path is None:
@@ -93,16 +93,16 @@ def seek(reader: BatchReader, path: Location | None) -> dict[str, Any] | None:
     return None
 
 
-def repeated_reads(config: RunConfig) -> AbstractContextManager[None]:
+def retry_reads(config: RunConfig) -> AbstractContextManager[None]:
     """Context manager for what a run reads before its first step: with checkpoint.resume 'older' failed reads of
     checkpoints are repeated for a while."""
-    return retries.repeated_reads() if config.checkpoint.resume == "older" else nullcontext()
+    return retries.retry_reads() if config.checkpoint.resume == "older" else nullcontext()
 
 
-def newest_of_run(run: RunDir) -> Location | None:
+def find_newest_checkpoint(run: RunDir) -> Location | None:
     """The newest checkpoint, whole or not, where the config says that they lie. Raises MesetaError where there is none,
     and the run in run_dir has its checkpoints elsewhere."""
-    path, before = newest(run.checkpoints), checkpoints_of_run(run.path)
+    path, before = newest(run.checkpoints), checkpoint_location(run.path)
     if path is None and run.has_begun and before != run.checkpoints and newest(before) is not None:
         raise MesetaError(
             f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
@@ -111,7 +111,7 @@ def newest_of_run(run: RunDir) -> Location | None:
     return path
 
 
-def check_resume(config: RunConfig, path: Location) -> None:
+def check_resume_allowed(config: RunConfig, path: Location) -> None:
     """Raise MesetaError where a run_dir has the checkpoint `path`, and the config says that none is taken up."""
     if config.checkpoint.resume == "never":
         raise MesetaError(
@@ -120,24 +120,25 @@ def check_resume(config: RunConfig, path: Location) -> None:
         )
 
 
-def go_back(config: RunConfig, damaged: OlderCheckpoint, world: World) -> None:
+def quarantine_damaged(config: RunConfig, damaged: FallbackCheckpointError, world: World) -> None:
     """Where checkpoint.resume is 'older', let the newest checkpoint that is whole be the newest one, and say so; else,
     and where none is whole, raise what is wrong. Collective."""
-    if config.checkpoint.resume != "older" or damaged.path is None:
+    if config.checkpoint.resume != "older" or damaged.fallback is None:
         raise damaged
 
     def pass_all() -> None:
-        for path in damaged.passed:
-            store_at(path.parent).pass_over(path, damaged.problem)
+        for path in damaged.unusable:
+            make_store(path.parent).quarantine(path, damaged.problem)
 
-    on_first(world, pass_all)
+    run_on_rank_0(world, pass_all)
     if world.rank == 0:
-        names = " and ".join(path.name for path in damaged.passed)
-        print(f"note: {damaged.problem}: going back to {damaged.path.name} (checkpoint.resume 'older'), and leaving "
+        names = " and ".join(path.name for path in damaged.unusable)
+        print(f"note: {damaged.problem}: going back to {damaged.fallback.name} (checkpoint.resume 'older'), and "
+              f"leaving "
               f"{names} alone", file=sys.stderr)  # fmt: skip
 
 
-def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> None:
+def check_best_checkpoint(run: RunDir, best_step: int | None, step: int, world: World) -> None:
     """Raise MesetaError, on all ranks, where a run that is to end with its best weights did not keep those that are the
     best so far. Collective."""
 
@@ -148,46 +149,54 @@ def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> N
                 "checkpoint was not kept; set train.finish=last, or choose another run_dir"
             )
 
-    world.on_first(check)
+    world.run_on_rank_0(check)
 
 
-def meet_changes(
-    run: RunDir, config: RunConfig, optimizers: Mapping[str, Any], tables: Sequence[TableSpec], over: Over | None
+def reconcile_config(
+    run: RunDir,
+    config: RunConfig,
+    optimizers: Mapping[str, Any],
+    tables: Sequence[TableSpec],
+    over: CompletionReason | None,
 ) -> RunConfig:
     """Say in one line what learns otherwise from here on, or, of a run that is `over`, what would, and what to do;
     `optimizers` are those of the tables in the checkpoint, as plain data. For rank 0 alone.
 
     Returns the config to record, which says how the weights have learned: as before where nothing learns anew.
     """
-    before = _config_before(run)
-    found = [*_row_changes(optimizers, tables)]
+    before = _load_previous_config(run)
+    found = [*_diff_row_optimizers(optimizers, tables)]
     if before is not None:
-        found += [f"{k} was {was!r}, is {now!r}" for k, was, now in _changes(before, config, _LEARNING)]
+        found += [f"{k} was {was!r}, is {now!r}" for k, was, now in _diff_configs(before, config, _LEARNING_KEYS)]
     if not found:
         return config
-    changes = "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else "")
+    changes = "; ".join(found[:_MAX_LISTED]) + (
+        f"; and {len(found) - _MAX_LISTED:,} more" if len(found) > _MAX_LISTED else ""
+    )
     if over is None:
         print(f"note: from here on the run learns as the config says now: {changes}", file=sys.stderr)
         return config
-    print(f"note: run_dir {str(run.path)!r} {over.why}: its weights, figures and config are kept, and nothing learns "
+    print(f"note: run_dir {str(run.path)!r} {over.description}: its weights, figures and config are kept, and nothing "
+          f"learns "
           f"by what is new ({changes}); choose another run_dir, or begin this one anew with --force, to train so from "
-          f"the start, or raise {over.key} to go on so from there", file=sys.stderr)  # fmt: skip
+          f"the start, or raise {over.config_key} to go on so from there", file=sys.stderr)  # fmt: skip
     if before is None:
         return config
     train = config.train.model_copy(update={"clip_norm": before.train.clip_norm})
-    return config.model_copy(update={"train": train, **{name: getattr(before, name) for name in _HOW}})
+    return config.model_copy(update={"train": train, **{name: getattr(before, name) for name in _LEARNING_SECTIONS}})
 
 
-def meet_layout(run: RunDir, plan: Plan) -> None:
+def report_topology_change(run: RunDir, plan: Plan) -> None:
     """Say in one line where numbers are added over other ranks, or hosts, than until now. For rank 0 alone."""
     with suppress(MesetaError):  # of a version that wrote none, or another one
-        before, _ = load_document("plan", run.path / PLAN_NAME, read_written_plan)
-        if before.layout != plan.layout:
-            print(f"note: from here on sums are added over {plan.layout}, until now over {before.layout}: the run goes "
+        before, _ = load_document("plan", run.path / PLAN_FILE, read_explicit_plan)
+        if before.ranks_text != plan.ranks_text:
+            print(f"note: from here on sums are added over {plan.ranks_text}, until now over {before.ranks_text}: the "
+                  f"run goes "
                   "on to tolerance, not to the bit, as one that did not change", file=sys.stderr)  # fmt: skip
 
 
-def _config_before(run: RunDir) -> RunConfig | None:
+def _load_previous_config(run: RunDir) -> RunConfig | None:
     """The config that the run went by until now; None where there is none that this version understands. Raises
     StorageError if it cannot be read: what it forbids, and what is written in its place, depends on it."""
     try:
@@ -198,11 +207,11 @@ def _config_before(run: RunDir) -> RunConfig | None:
         return None
 
 
-def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
     """(key, value before, value now) of those that differ."""
-    documents = [_document(config) for config in (before, now)]
+    documents = [_to_document(config) for config in (before, now)]
     for key in keys:
-        one, other = (value_at(document, key) for document in documents)
+        one, other = (get_value(document, key) for document in documents)
         if isinstance(one, dict):
             values = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
             yield from ((f"{key}.{name}", was, now) for name, (was, now) in values.items() if was != now)
@@ -210,15 +219,15 @@ def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator
             yield key, one, other
 
 
-def _pooling_changes(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """The same of features with a pooling of their own."""
     for table in {**before.embedding.tables, **now.embedding.tables}:
-        one, other = (config.embedding.pooling_of(table) for config in (before, now))
+        one, other = (config.embedding.table_pooling(table) for config in (before, now))
         if one != other:
             yield f"embedding.tables.{table}.pooling", one, other
 
 
-def _document(config: RunConfig) -> dict[str, Any]:
+def _to_document(config: RunConfig) -> dict[str, Any]:
     """Plain data, with each schedule where it holds."""
     document = config.model_dump(mode="json")
     for part, schedule in (("embedding", config.embedding_schedule), ("dense", config.dense_schedule)):
@@ -226,7 +235,7 @@ def _document(config: RunConfig) -> dict[str, Any]:
     return document
 
 
-def _row_changes(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:
+def _diff_row_optimizers(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:
     """Constants of row optimizers, tables that changed alike together."""
     changed: dict[tuple[str, str, str], list[str]] = {}
     for table in tables:
@@ -239,7 +248,7 @@ def _row_changes(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> 
         if len(names) == len(tables):
             which, where = "all tables", "embedding.optimizer"
         else:
-            more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-            which = f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_SHOWN]))}{more}"
+            more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
+            which = f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_MAX_LISTED]))}{more}"
             where = f"embedding.tables.{names[0] if len(names) == 1 else 'NAME'}.optimizer"
         yield f"{key} of {which} was {was}, is {is_now} ({where}.{key}={was} keeps it)"

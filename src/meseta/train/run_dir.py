@@ -11,39 +11,39 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.files.paths import NAME
+from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import check_writable, newest, store_at
+from meseta.checkpoint.store.store import check_writable, make_store, newest
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
-from meseta.config.load import checkpoints_of_run
-from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.config.load import checkpoint_location
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.errors import StorageError
-from meseta.machine.environment import commit, version_of
-from meseta.machine.files import append_whole, is_folder, is_read_failure, is_there, json_text, move
+from meseta.machine.environment import git_commit, package_version
+from meseta.machine.files import append_atomic, format_json, is_folder, is_read_failure, move, path_exists
 from meseta.machine.locks import FolderLock
-from meseta.machine.processors import num_cores, this_processor
-from meseta.machine.ranks import note
+from meseta.machine.processors import num_cores, read_processor
+from meseta.machine.ranks import print_note
 from meseta.machine.remote import Location, location_is_folder
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
-from meseta.telemetry.lines import (
-    METRICS_NAME,
+from meseta.telemetry.metrics_file import (
+    METRICS_FILE,
     EvalLine,
     Line,
     MetricsLine,
     TrainLine,
-    line_text,
-    read_lines,
-    told_spoiled,
+    corrupt_lines_message,
+    format_line,
+    read_metrics_lines,
 )
-from meseta.telemetry.rank_record import FOLDER
-from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
-from meseta.telemetry.timeline import TIMELINE_NAME
-from meseta.train.setup.source import source_of
+from meseta.telemetry.rank_record import RANKS_FOLDER
+from meseta.telemetry.summary import ENVIRONMENT_FILE, SUMMARY_FILE, PackageVersions, RunEnvironment, read_summary
+from meseta.telemetry.timeline import TIMELINE_FILE
+from meseta.train.setup.source import make_row_source
 
-TRIALS = "trials"
+TRIALS_FOLDER = "trials"
 """Folder of short runs before a run, see meseta.train.sweep.trials."""
 
 
@@ -53,12 +53,12 @@ class RunDir:
     def __init__(self, path: Path, checkpoints: Location | None = None) -> None:
         """`checkpoints`: where they lie; None: where the run in the directory has them."""
         self.path = path
-        self.checkpoints = checkpoints_of_run(path) if checkpoints is None else checkpoints
-        self._metrics = path / METRICS_NAME
-        self._lock = FolderLock(path, self._in_use)
-        self._told: set[str] = set()
+        self.checkpoints = checkpoint_location(path) if checkpoints is None else checkpoints
+        self._metrics_path = path / METRICS_FILE
+        self._lock = FolderLock(path, self._lock_error_text)
+        self._printed_notes: set[str] = set()
 
-    def _in_use(self, holder: str) -> str:
+    def _lock_error_text(self, holder: str) -> str:
         return (
             f"run_dir {str(self.path)!r} is in use: {holder} trains in it; wait until it has ended, stop it, or choose "
             "another run_dir"
@@ -70,46 +70,46 @@ class RunDir:
         Raises MesetaError where the directory cannot be written, or another run has it, and where what encoding takes
         does not come from a dispatcher.
         """
-        with self._writing():
+        with self._wrap_write_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             if isinstance(self.checkpoints, Path):
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             else:
                 check_writable(self.checkpoints)
-            for path in (self.path / FOLDER).glob("*.record"):  # of the ranks before
+            for path in (self.path / RANKS_FOLDER).glob("*.record"):  # of the ranks before
                 path.unlink()
             if plan["num_ranks"] > 1:
-                (self.path / FOLDER).mkdir(exist_ok=True)
+                (self.path / RANKS_FOLDER).mkdir(exist_ok=True)
             for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
                 if not path.is_dir():
                     path.unlink()
-            dataset = source_of(config.data).keep_tables(dataset, self.path)
-        for path in store_at(self.checkpoints).strangers():
-            self._say(f"{str(path)!r} is no checkpoint and is left alone")
+            dataset = make_row_source(config.data).keep_tables(dataset, self.path)
+        for path in make_store(self.checkpoints).unrecognized_entries():
+            self._print_once(f"{str(path)!r} is no checkpoint and is left alone")
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
-        self.write_json(FILE_NAME, dataset.to_dict())
+        self.write_json(DATASET_FILE, dataset.to_dict())
         self.write_json("plan.json", plan)
-        noted = environment(device, plan["num_ranks"])
+        noted = describe_environment(device, plan["num_ranks"])
         if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):
             assert config.storage.dir is not None
-            facts = DiskEngine(config.storage.dir, config.storage.engine).facts  # which makes the folder
-            noted = noted.model_copy(update={"row_files": facts.text})
-        self.write_json(ENVIRONMENT_NAME, noted.to_dict())
+            facts = DiskEngine(config.storage.dir, config.storage.engine).info  # which makes the folder
+            noted = noted.model_copy(update={"row_files": facts.summary})
+        self.write_json(ENVIRONMENT_FILE, noted.to_dict())
 
     @property
     def has_begun(self) -> bool:
         """Whether a run has come as far as its first step."""
-        return is_there(self._metrics)
+        return path_exists(self._metrics_path)
 
     def lock(self) -> None:
         """Keep other runs out of a directory that exists, until `unlock`. Raises MesetaError where one is in it."""
         if is_folder(self.path):
-            with self._writing():
+            with self._wrap_write_errors():
                 self._lock.acquire()
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Remove the checkpoints of a run and what it has measured, so that another one may begin; all else stays.
 
         Raises MesetaError where another run is in the directory.
@@ -118,10 +118,10 @@ class RunDir:
             return
         self.lock()
         try:
-            with self._writing():
-                store_at(self.checkpoints).remove_all()
-                shutil.rmtree(self.path / TRIALS, ignore_errors=True)
-                for name in (METRICS_NAME, SUMMARY_NAME, TIMELINE_NAME, "report.html"):
+            with self._wrap_write_errors():
+                make_store(self.checkpoints).remove_all()
+                shutil.rmtree(self.path / TRIALS_FOLDER, ignore_errors=True)
+                for name in (METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, "report.html"):
                     (self.path / name).unlink(missing_ok=True)
         finally:
             self.unlock()
@@ -130,14 +130,14 @@ class RunDir:
         """Let other runs in."""
         self._lock.release()
 
-    def _say(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         """A line on the terminal of rank 0, once."""
-        if text not in self._told:
-            note(text)
-        self._told.add(text)
+        if text not in self._printed_notes:
+            print_note(text)
+        self._printed_notes.add(text)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _wrap_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -149,7 +149,7 @@ class RunDir:
         """Replace a file by one rename, so that a reader never sees half of it. Raises MesetaError where it cannot be
         written, and leaves the former one."""
         temporary = self.path / f".{name}.tmp"
-        with self._writing():
+        with self._wrap_write_errors():
             try:
                 temporary.write_bytes(text if isinstance(text, bytes) else text.encode())
                 move(temporary, self.path / name)
@@ -159,14 +159,14 @@ class RunDir:
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """As `write`."""
-        self.write(name, json_text(document))
+        self.write(name, format_json(document))
 
     def append_metrics(self, line: Line) -> None:
         """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""
-        with self._writing(), self._metrics.open("ab", buffering=0) as file:
-            append_whole(file, line_text(line).encode())
+        with self._wrap_write_errors(), self._metrics_path.open("ab", buffering=0) as file:
+            append_atomic(file, format_line(line).encode())
 
-    def forget_after(self, step: int, num_steps: int) -> None:
+    def truncate_metrics(self, step: int, num_steps: int) -> None:
         """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, all that came
         after those, and what a kill has cut off. Other lines that nobody can read are named, and stay."""
 
@@ -175,14 +175,14 @@ class RunDir:
                 return line.record.step <= step
             if isinstance(line.record, EvalLine):
                 return line.record.step <= min(step, num_steps - 1)
-            return line.is_whole
+            return line.is_complete
 
-        with self._writing():
-            (self.path / SUMMARY_NAME).unlink(missing_ok=True)
-        lines = self._lines()
+        with self._wrap_write_errors():
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        lines = self._read_lines()
         again = next((number for number, line in enumerate(lines) if line.record and not stays(line)), len(lines))
         kept = lines[:again] + [line for line in lines[again:] if not line.record]
-        self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in kept if stays(line)))
+        self.write(METRICS_FILE, b"".join(line.content + b"\n" for line in kept if stays(line)))
 
     def final_checkpoint(self) -> Location | None:
         """The checkpoint that stands for the run: the newest one, whole or not, or, of a run that has ended with its
@@ -203,7 +203,7 @@ class RunDir:
             if self.load_config().train.finish == "best":
                 summary = read_summary(self.path)
                 name = Path((summary and summary.checkpoint) or "").name
-                return int(match["step"]) if (match := NAME.fullmatch(name)) else None
+                return int(match["step"]) if (match := CHECKPOINT_NAME_PATTERN.fullmatch(name)) else None
         except StorageError:
             raise
         except MesetaError:
@@ -212,36 +212,36 @@ class RunDir:
 
     def lines(self) -> list[Line]:
         """The lines of metrics.jsonl that logs and evaluations wrote. Raises MesetaError where it cannot be read."""
-        return [line.record for line in self._lines() if line.record is not None]
+        return [line.record for line in self._read_lines() if line.record is not None]
 
     def evaluations(self) -> list[EvalLine]:
         """Those of `lines` that evaluations wrote."""
         return [line for line in self.lines() if isinstance(line, EvalLine)]
 
-    def _lines(self) -> list[MetricsLine]:
+    def _read_lines(self) -> list[MetricsLine]:
         try:
-            lines = list(read_lines(self._metrics))
+            lines = list(read_metrics_lines(self._metrics_path))
         except FileNotFoundError:
             return []
         except OSError as error:
-            what = f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}"
+            what = f"run {str(self.path)!r}: {METRICS_FILE}: {error.strerror}"
             if is_read_failure(error):
                 raise StorageError(f"{what}; run the command again once it can be read") from None
             raise MesetaError(f"{what}; move it away") from None
-        if spoiled := [line.number for line in lines if line.is_spoiled and line.is_whole]:
-            self._say(f"{str(self._metrics)!r}: {told_spoiled(spoiled)} left alone")
+        if spoiled := [line.number for line in lines if line.is_corrupt and line.is_complete]:
+            self._print_once(f"{str(self._metrics_path)!r}: {corrupt_lines_message(spoiled)} left alone")
         return lines
 
     def load_config(self) -> RunConfig:
         """The config that the run was started with. Raises MesetaError where there is none."""
         file = self.path / "config.yaml"
-        if not is_there(file):
+        if not path_exists(file):
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
         return load_config(file)
 
 
-def drop_run(config: RunConfig, world: World) -> None:
-    """Remove what a run has left in run_dir, see `RunDir.drop`. Collective.
+def clear_run(config: RunConfig, world: World) -> None:
+    """Remove what a run has left in run_dir, see `RunDir.clear`. Collective.
 
     Raises MesetaError where there is a mirror, from which the run would come back.
     """
@@ -250,19 +250,19 @@ def drop_run(config: RunConfig, world: World) -> None:
             f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may hold the run too, which --force does not "
             "remove; choose another mirror and run_dir"
         )
-    world.on_first(RunDir(config.run_dir, config.checkpoints).drop)
+    world.run_on_rank_0(RunDir(config.run_dir, config.checkpoint_location).clear)
 
 
-def environment(device: str, num_ranks: int) -> Environment:
+def describe_environment(device: str, num_ranks: int) -> RunEnvironment:
     """What a figure of this run depends on."""
-    versions = {package: version_of(package) for package in ("meseta", "torch", "numpy", "pyarrow")}
-    processor = this_processor()
-    return Environment(
-        versions=Versions(python=platform.python_version(), **versions),
+    versions = {package: package_version(package) for package in ("meseta", "torch", "numpy", "pyarrow")}
+    processor = read_processor()
+    return RunEnvironment(
+        versions=PackageVersions(python=platform.python_version(), **versions),
         num_cores=num_cores(),
         processor=processor.name,
-        instructions=processor.level(),
+        instructions=processor.instruction_set(),
         device=device,
         num_ranks=num_ranks,
-        commit=commit() or None,
+        commit=git_commit() or None,
     )

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from meseta.comm import World
-from meseta.comm.peer_watch import watch_peers
-from meseta.comm.recording import begin_record
-from meseta.comm.time_out import Patience
+from meseta.comm.peer_watchdog import start_peer_watchdog
+from meseta.comm.recording import start_record
+from meseta.comm.timeouts import ProcessTimeouts
 from meseta.config import RunConfig
 from meseta.machine.processors import num_cores
 from meseta.machine.ranks import num_local_ranks
-from meseta.measure.waiting import sleep_when_crowded
+from meseta.measure.cpu_contention import adaptive_wait_policy
 from meseta.train.setup.build import choose_device
 
 
@@ -27,18 +27,20 @@ def session(config: RunConfig) -> Iterator[World]:
     """
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
-    Patience.limits = config.comm.time_limits
-    begin_record(config.run_dir)
+    ProcessTimeouts.limits = config.comm.time_limits
+    start_record(config.run_dir)
     world = World.current(choose_device(config))
-    watch = watch_peers(world)
-    with sleep_when_crowded(num_threads, min_threads=1 if _threads_change_no_bit(config, num_threads) else num_threads):
+    watch = start_peer_watchdog(world)
+    with adaptive_wait_policy(
+        num_threads, min_threads=1 if _is_thread_count_invariant(config, num_threads) else num_threads
+    ):
         yield world
     world.barrier()
     if watch is not None:
-        watch.end()
-    World.leave()
+        watch.stop()
+    World.destroy_process_group()
 
 
-def _threads_change_no_bit(config: RunConfig, num_threads: int) -> bool:
+def _is_thread_count_invariant(config: RunConfig, num_threads: int) -> bool:
     """What docs/design.md holds of threads: of all but products in bfloat16 on 16 of them and more."""
     return num_threads < 16 or config.dense.dtype not in {"bfloat16", "auto"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meseta.cli.calibrate import calibrate
-from meseta.measure.calibrate import disks, near_steps
+from meseta.measure.calibrate import disks, row_cache
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, MesetaError
 from meseta.spec.cost_model import TierCost
@@ -20,7 +20,7 @@ def test_rates_are_filled_in_and_keep_to_the_limit(tmp_path: Path, monkeypatch: 
     for name, value in {"FILE_BYTES": 1 << 25, "PASS_S": 0.02, "READS_AT_ONCE": 2000}.items():
         monkeypatch.setattr(disks, name, value)
     for name, value in {"NUM_ROWS": 1 << 14, "NUM_NEAR": 1 << 13, "NUM_TURNS": 1, "NUM_STEPS": 2}.items():
-        monkeypatch.setattr(near_steps, name, value)
+        monkeypatch.setattr(row_cache, name, value)
     before, threads = TierCost(cached_share=0.3), torch.get_num_threads()
     found = disks.measure_disk(tmp_path / "new", before, 1, "here", max_reads_per_s=10_000.0)
     assert found.measured and found.source == "here" and found.cached_share == 0.3
@@ -38,15 +38,15 @@ def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: p
         "host_byte_s": 1e-10,
     }  # fmt: skip
 
-    def counted(case: near_steps.NearCase, options: StorageOptions) -> near_steps.NearCost:
+    def counted(case: row_cache.RowCacheCase, options: StorageOptions) -> row_cache.RowCacheCost:
         misses = case.num_tables * case.num_cold
         rows = 0.9 * case.num_tables * min(case.num_hot, case.batch_size) + misses
-        terms = near_steps.terms_of(case, rows, misses)
-        return near_steps.NearCost(terms, sum(term * s for term, s in zip(terms, known.values(), strict=False)))
+        terms = row_cache.cost_terms(case, rows, misses)
+        return row_cache.RowCacheCost(terms, sum(term * s for term, s in zip(terms, known.values(), strict=False)))
 
-    monkeypatch.setattr(near_steps, "measure_case", counted)
+    monkeypatch.setattr(row_cache, "measure_case", counted)
     before = documented_cost_model("cpu").tiers
-    found = near_steps.measure_near(before, 1)
+    found = row_cache.measure_row_cache(before, 1)
     assert [getattr(found, name) for name in list(known)[:5]] == pytest.approx(list(known.values())[:5], rel=0.02)
     assert found.host_bytes_per_s == pytest.approx(1e10, rel=0.02)
     assert found.disk_processor_s == before.disk_processor_s
@@ -54,10 +54,10 @@ def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: p
 
 def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_ROWS": 1 << 14, "NUM_NEAR": 1 << 12, "NUM_TURNS": 2, "NUM_STEPS": 2}.items():
-        monkeypatch.setattr(near_steps, name, value)
+        monkeypatch.setattr(row_cache, name, value)
     for tier in ("cached", "disk"):
-        case = near_steps.NearCase(tier, 2, 16, 512, 64, 128)
-        _, shards, ids, rows, in_host, copied, on_disk = near_steps.measure_case(
+        case = row_cache.RowCacheCase(tier, 2, 16, 512, 64, 128)
+        _, shards, ids, rows, in_host, copied, on_disk = row_cache.measure_case(
             case, StorageOptions(dir=tmp_path)
         ).terms
         assert (shards, ids) == (2, 1024) and 2 * (64 + 120) <= rows <= 2 * (64 + 128)

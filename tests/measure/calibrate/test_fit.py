@@ -5,13 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.calibrate.calibration import (
+    ShardTimings,
+    error_statistics,
+    fit_link,
+    fit_operators,
+    rank_loads,
+    split_peer_latency,
+)
 from meseta.measure.calibrate.combinations import random_combination
-from meseta.measure.calibrate.fit import errors_of, fit_relative, non_negative
-from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of, with_peers
+from meseta.measure.calibrate.fit import fit_relative, nnls, relative_errors
 from meseta.measure.calibrate.staged import fit_staged, with_staged
-from meseta.measure.calibrate.tasks import Task, TaskTable
+from meseta.measure.calibrate.tasks import ShardingTask, TaskTable
 from meseta.planner import documented_cost_model
-from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.loads import ShardArrays, WorkloadLoads
 from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, Link
 from meseta.spec.cost_model import UpdateCost
@@ -22,7 +29,7 @@ def test_no_change_of_a_non_negative_solution_helps(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = random.random((20, 6)) ** 3
     target = matrix @ np.maximum(random.normal(size=6), 0.0) + 0.3 * random.normal(size=20)
-    found = non_negative(matrix, target)
+    found = nnls(matrix, target)
     slope = matrix.T @ (target - matrix @ found)  # Karush, Kuhn and Tucker: 0 where used, not above 0 elsewhere
     assert (found >= 0).all()
     assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-8 and slope.max() < 1e-8
@@ -43,9 +50,9 @@ def test_a_link_is_found() -> None:
 
 
 def test_what_peers_take_is_apart_from_a_latency() -> None:
-    link = with_peers(Link(bytes_per_s=1e9, latency_s=5e-4), 5e-5, 4)
+    link = split_peer_latency(Link(bytes_per_s=1e9, latency_s=5e-4), 5e-5, 4)
     assert (link.latency_s, link.peer_s) == pytest.approx((3.5e-4, 5e-5))
-    assert with_peers(Link(bytes_per_s=1e9, latency_s=3e-4), 1e-3, 4).latency_s == pytest.approx(1.5e-4)
+    assert split_peer_latency(Link(bytes_per_s=1e9, latency_s=3e-4), 1e-3, 4).latency_s == pytest.approx(1.5e-4)
 
 
 def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> None:
@@ -54,12 +61,12 @@ def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> No
     known = np.array([3e-4, 2e-8, 5e-8])
     assert fit_staged(terms, terms @ known) == pytest.approx(known)
     cost = with_staged(UpdateCost(), known)
-    tables = (TaskTable(num_rows=1000, dim=32, pooling=2.0, distribution=3),)
+    tables = (TaskTable(num_rows=1000, dim=32, pooling_factor=2.0, distribution_index=3),)
     for optimizer, is_staged in (("rowwise_adagrad", True), ("sgd", False), ("adagrad", False)):
-        loads = WorkloadLoads(Task(seed=1, tables=tables, optimizer=optimizer).workload())
-        load = loads.loads(Pieces.of(0, (0, 1000), (np.array([0, 0]), np.array([16, 32]))))
+        loads = WorkloadLoads(ShardingTask(seed=1, tables=tables, optimizer=optimizer).workload())
+        load = loads.shard_loads(ShardArrays.from_values(0, (0, 1000), (np.array([0, 0]), np.array([16, 32]))))
         _, update_s = operator_seconds(CostModel(update=cost), load)
-        half = 3e-4 + 2e-8 * 4096 + 5e-8 * load.distinct[0]
+        half = 3e-4 + 2e-8 * 4096 + 5e-8 * load.num_distinct_rows[0]
         assert update_s == pytest.approx([half * is_staged, 0.0])
 
 
@@ -69,22 +76,22 @@ def test_operators_of_a_known_model_are_predicted() -> None:
     for seed in range(60):
         task = random_combination(seed, 1e9)
         pieces = tuple((n, (0, table.num_rows), (0, table.dim)) for n, table in enumerate(task.tables))
-        own = Measured(task, pieces, 1.0, 1.0)
-        lookup, update = operator_seconds(model, loads_of(own, model.cache.cache_bytes))
+        own = ShardTimings(task, pieces, 1.0, 1.0)
+        lookup, update = operator_seconds(model, rank_loads(own, model.cache.cache_bytes))
         took = float(lookup.sum()) + model.lookup.call_s, float(update.sum()) + model.update.call_s
-        measured.append(Measured(task, pieces, *took))
+        measured.append(ShardTimings(task, pieces, *took))
     lookup_cost, update_cost, cache, errors = fit_operators(measured, [measured[7::8]] * 2, "a test")
     assert cache.cache_bytes == model.cache.cache_bytes
-    assert errors["lookup"].largest < 0.02 and errors["update"].largest < 0.02
+    assert errors["lookup"].p95 < 0.02 and errors["update"].p95 < 0.02
     assert errors["lookup"].count == 7
-    assert errors["lookup"].spread == 0
+    assert errors["lookup"].repeat_spread == 0
     assert lookup_cost.measured and update_cost.source == "a test"
     assert set(update_cost.number_s) == set(model.update.number_s)
 
 
 def test_errors_are_relative() -> None:
-    assert errors_of([1.1, 0.5], [1.0, 1.0]) == pytest.approx([0.1, 0.5])
-    assert error_of(np.array([]), np.zeros((3, 0))).count == 0
-    found = error_of(np.array([1.1, 2.0]), np.array([[1.0, 2.0], [1.0, 2.0], [9.0, 2.2]]))
-    assert (found.median, found.largest) == pytest.approx((0.05, 0.095))
-    assert found.spread == 0
+    assert relative_errors([1.1, 0.5], [1.0, 1.0]) == pytest.approx([0.1, 0.5])
+    assert error_statistics(np.array([]), np.zeros((3, 0))).count == 0
+    found = error_statistics(np.array([1.1, 2.0]), np.array([[1.0, 2.0], [1.0, 2.0], [9.0, 2.2]]))
+    assert (found.median, found.p95) == pytest.approx((0.05, 0.095))
+    assert found.repeat_spread == 0

@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.system import System
+from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor import disk, ranks
-from meseta.measure.doctor.children import ProcessResult
+from meseta.measure.doctor.child_processes import ProcessResult
 from source_tree import ROOT
 
 GB = 1_000_000_000
-NOWHERE = System(Path("/nowhere"))
+NOWHERE = KernelFiles(Path("/nowhere"))
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, free: int, write: float = 1e9, read: float = 1e9) -> None:
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setattr(disk, "measure", lambda *_: disk.DiskSpeed(1, write, read))
+    monkeypatch.setattr(disk, "measure_disk_speed", lambda *_: disk.DiskSpeed(1, write, read))
 
 
 def test_a_small_measurement(tmp_path: Path) -> None:
-    speed = disk.measure(tmp_path, most_bytes=16 << 20, limit_s=0.5)
+    speed = disk.measure_disk_speed(tmp_path, max_bytes=16 << 20, window_s=0.5)
     assert speed.num_bytes == 16 << 20
     assert speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +58,7 @@ def test_all_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     """With a clock that stands at one second per look, rates are counts of bytes."""
     ticks = iter(range(10_000))
     monkeypatch.setattr(disk.time, "perf_counter", lambda: float(next(ticks)))
-    speed = disk.measure(tmp_path, most_bytes=disk.FIRST_BYTES + 4 * disk.BLOCK_BYTES, limit_s=1000.0)
+    speed = disk.measure_disk_speed(tmp_path, max_bytes=disk.WARMUP_BYTES + 4 * disk.BLOCK_BYTES, window_s=1000.0)
     assert speed.num_bytes == 24 << 20  # a first look, and two passes over two blocks
     assert speed.write_bytes_per_s == 8 << 20  # two blocks between two looks
     assert speed.read_bytes_per_s == (8 << 20) / 4  # two blocks, the end, and the look after it
@@ -131,9 +131,9 @@ def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.mkdir()
     mounts = f"/dev/vda / ext4 rw 0 0\ntmpfs {str(folder).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nrubbish\n"
     (tmp_path / "proc/self/mounts").write_text(mounts)
-    found = disk.check_disk(folder, System(tmp_path))
+    found = disk.check_disk(folder, KernelFiles(tmp_path))
     assert found.state == "note" and "(tmpfs)" in found.text and "lies in memory" in found.text
-    assert "(ext4)" in disk.check_disk(tmp_path, System(tmp_path)).text
+    assert "(ext4)" in disk.check_disk(tmp_path, KernelFiles(tmp_path)).text
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, *children: ProcessResult) -> Any:
@@ -177,7 +177,7 @@ def test_ranks_that_do_not_meet_are_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ranks, "NUM_RANKS", 1)
     monkeypatch.setattr(ranks, "run_children", in_time(ranks.run_children))
     start_s = time.monotonic()
-    found = ranks.check_gloo({}, limit_s=1)
+    found = ranks.check_gloo({}, timeout_s=1)
     assert found.state == "problem" and time.monotonic() - start_s < 10
 
 

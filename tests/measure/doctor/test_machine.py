@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from meseta.machine.system import Limits, System, read_limits
-from meseta.machine.waiting import WAITING
+from meseta.machine.kernel import CgroupLimits, KernelFiles, read_cgroup_limits
+from meseta.machine.wait_policy import WAIT_POLICY
 from meseta.measure.doctor import machine
 from meseta.measure.doctor.finding import Finding, note, problem
-from meseta.telemetry.shown import byte_size
+from meseta.telemetry.formatting import format_bytes
 
-Make = Callable[[dict[str, str]], System]
-NO_LIMITS = Limits(None, None, None)
+Make = Callable[[dict[str, str]], KernelFiles]
+NO_LIMITS = CgroupLimits(None, None, None)
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:  1 kB\nMemAvailable:   8000000 kB\n"
-THP = machine.PAGES
+THP = machine.HUGEPAGE_PATH
 FAST = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def make_system(files: dict[str, str]) -> System:
+    def make_system(files: dict[str, str]) -> KernelFiles:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
-        return System(tmp_path)
+        return KernelFiles(tmp_path)
 
     return make_system
 
@@ -44,13 +44,13 @@ def test_a_problem_has_a_way_out_and_findings_are_frozen() -> None:
     [(0, "0 B"), (512_000_000, "512 MB"), (24_680_000_000, "24.7 GB"), (3_200_000_000_000, "3.20 TB")],
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert byte_size(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_no_groups_no_limits(make: Make) -> None:
-    assert read_limits(make({})) == NO_LIMITS
+    assert read_cgroup_limits(make({})) == NO_LIMITS
     nothing = {"proc/self/cgroup": "0::/\nrubbish\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
-    assert read_limits(make(nothing | {"sys/fs/cgroup/memory.max": "max\n"})) == NO_LIMITS
+    assert read_cgroup_limits(make(nothing | {"sys/fs/cgroup/memory.max": "max\n"})) == NO_LIMITS
 
 
 def test_version_2_takes_the_tightest_of_all_groups_around(make: Make) -> None:
@@ -63,7 +63,7 @@ def test_version_2_takes_the_tightest_of_all_groups_around(make: Make) -> None:
         "sys/fs/cgroup/a/b/memory.current": "3000000000\n",
         "sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 1000000000\n",
     }
-    assert read_limits(make(files)) == Limits(1.5, 4_000_000_000, 2_000_000_000)
+    assert read_cgroup_limits(make(files)) == CgroupLimits(1.5, 4_000_000_000, 2_000_000_000)
 
 
 def test_version_1_in_a_container_that_sees_its_group_as_the_root(make: Make) -> None:
@@ -76,7 +76,7 @@ def test_version_1_in_a_container_that_sees_its_group_as_the_root(make: Make) ->
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "900000000\n",
         "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 100000000\n",
     }
-    assert read_limits(make(files)) == Limits(0.5, 1_000_000_000, 200_000_000)
+    assert read_cgroup_limits(make(files)) == CgroupLimits(0.5, 1_000_000_000, 200_000_000)
 
 
 def test_version_1_without_limits(make: Make) -> None:
@@ -87,7 +87,7 @@ def test_version_1_without_limits(make: Make) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
     }
-    assert read_limits(make(files)) == NO_LIMITS
+    assert read_cgroup_limits(make(files)) == NO_LIMITS
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,12 @@ def test_bfloat16(make: Make, flags: str, variables: dict[str, str], state: str,
 
 
 def test_waiting() -> None:
-    ours = machine.check_waiting({"PATH": "/bin", **WAITING})
+    ours = machine.check_wait_policy({"PATH": "/bin", **WAIT_POLICY})
     assert ours.state == "ok" and "export OMP_WAIT_POLICY=passive" in ours.text
-    assert machine.check_waiting({"OMP_WAIT_POLICY": "passive"}).text.endswith("as you chose: OMP_WAIT_POLICY=passive")
-    spinning = machine.check_waiting({"OMP_WAIT_POLICY": "active"})
+    assert machine.check_wait_policy({"OMP_WAIT_POLICY": "passive"}).text.endswith(
+        "as you chose: OMP_WAIT_POLICY=passive"
+    )
+    spinning = machine.check_wait_policy({"OMP_WAIT_POLICY": "active"})
     assert (spinning.state, spinning.way_out) == ("note", "unset OMP_WAIT_POLICY")
 
 
@@ -137,23 +139,27 @@ def test_cores() -> None:
         "2, all usable; torch alone takes 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
     )
     assert machine.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
-    tight = machine.check_cores(64, 64, Limits(2.5, None, None), {"num_threads": 64})
+    tight = machine.check_cores(64, 64, CgroupLimits(2.5, None, None), {"num_threads": 64})
     assert (tight.state, tight.figures["cgroup_cores"]) == ("note", 2.5)
     assert "num_threads=2" in tight.way_out and "the time of 2.5 of them" in tight.text
-    assert "num_threads=1 " in machine.check_cores(4, 4, Limits(0.5, None, None), {}).way_out
-    assert machine.check_cores(2, 64, Limits(8.0, None, None), {}).state == "ok"
+    assert "num_threads=1 " in machine.check_cores(4, 4, CgroupLimits(0.5, None, None), {}).way_out
+    assert machine.check_cores(2, 64, CgroupLimits(8.0, None, None), {}).state == "ok"
 
 
 @pytest.mark.parametrize(
     ("limits", "state", "text"),
     [
         (NO_LIMITS, "ok", "8.19 GB free of 16.4 GB, no control group limits it"),
-        (Limits(None, 4_000_000_000, 3_000_000_000), "ok", "3.00 GB free of the 4.00 GB that a control group grants"),
-        (Limits(None, 4_000_000_000, 1_000_000_000), "note", "small tables only"),
-        (Limits(None, 400_000_000, 100_000_000), "problem", "100 MB free of the 400 MB"),
+        (
+            CgroupLimits(None, 4_000_000_000, 3_000_000_000),
+            "ok",
+            "3.00 GB free of the 4.00 GB that a control group grants",
+        ),
+        (CgroupLimits(None, 4_000_000_000, 1_000_000_000), "note", "small tables only"),
+        (CgroupLimits(None, 400_000_000, 100_000_000), "problem", "100 MB free of the 400 MB"),
     ],
 )
-def test_memory(make: Make, limits: Limits, state: str, text: str) -> None:
+def test_memory(make: Make, limits: CgroupLimits, state: str, text: str) -> None:
     found = machine.check_memory(make({"proc/meminfo": MEMINFO}), limits)
     assert found.state == state and text in found.text
 
@@ -174,13 +180,13 @@ def test_memory_that_is_not_told(make: Make) -> None:
     ],
 )
 def test_pages(make: Make, files: dict[str, str], share: float | None, state: str, words: str) -> None:
-    found = machine.check_pages(make(files), share)
+    found = machine.check_huge_pages(make(files), share)
     assert found.state == state and words in found.text
     assert ("lookups in large tables are slow" in found.text) == ("off" in found.text or not files)
 
 
 def test_the_way_out_of_never(make: Make) -> None:
-    found = machine.check_pages(make({THP: "always madvise [never]\n"}), None)
+    found = machine.check_huge_pages(make({THP: "always madvise [never]\n"}), None)
     assert found.way_out.startswith("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meseta.machine.system import System
+from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor import devices, packages, probe
-from meseta.measure.doctor.children import run_children
+from meseta.measure.doctor.child_processes import run_children
 from source_tree import ROOT
 
 GOOD = {
@@ -28,7 +28,7 @@ H100 = {"name": "NVIDIA H100", "total_bytes": 85_000_000_000, "free_bytes": 84_0
 NO_TORCH = {"error": "not tried, since torch does not load", "skipped": True}
 
 
-def without(*names: str, **other: str) -> packages.Installed:
+def without(*names: str, **other: str) -> packages.VersionLookup:
     return ({name: version for name, version in GOOD.items() if name not in names} | other).get
 
 
@@ -58,7 +58,7 @@ def test_all_packages_are_there() -> None:
         ),
     ],
 )
-def test_wrong_packages(facts: dict[str, Any], installed: packages.Installed, text: str, way: str) -> None:
+def test_wrong_packages(facts: dict[str, Any], installed: packages.VersionLookup, text: str, way: str) -> None:
     found = packages.check_packages(facts, installed)
     assert (found.state, found.text, found.way_out) == ("problem", text, way)
 
@@ -114,7 +114,7 @@ def test_gpu(fact: Any, torch: Any, driver: str | None, state: str, words: str, 
     if driver:
         (tmp_path / "sys/module/nvidia").mkdir(parents=True)
         (tmp_path / "sys/module/nvidia/version").write_text(driver + "\n")
-    found = devices.check_gpu(fact, torch, System(tmp_path))
+    found = devices.check_gpu(fact, torch, KernelFiles(tmp_path))
     assert found.state == state and words in found.text and found.figures["driver"] == driver
 
 
@@ -124,7 +124,7 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc\n"
     )
     (tmp_path / "proc/driver/nvidia/version").write_text(line)
-    assert devices.driver_version(System(tmp_path)) == "550.54.15"
+    assert devices.driver_version(KernelFiles(tmp_path)) == "550.54.15"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
         (NO_TORCH, False, GOOD.get, "note", "torch does not load"),
     ],
 )
-def test_triton(fact: Any, has_gpu: bool, installed: packages.Installed, state: str, words: str) -> None:
+def test_triton(fact: Any, has_gpu: bool, installed: packages.VersionLookup, state: str, words: str) -> None:
     found = devices.check_triton(fact, has_gpu, installed)
     assert found.state == state and words in found.text
 
@@ -163,8 +163,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[str], **modu
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT / 'src'}")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
-    monkeypatch.setattr(probe, "STAGES", {stage: probe.STAGES[stage] for stage in stages})
-    return dict(probe.ask(60.0))
+    monkeypatch.setattr(probe, "PROBES", {stage: probe.PROBES[stage] for stage in stages})
+    return dict(probe.run_probes(60.0))
 
 
 def test_a_stage_that_kills_its_process_is_named_and_the_others_run(
@@ -237,14 +237,14 @@ def test_a_system_that_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> Non
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(probe, "run_children", refuse)
-    assert {fact["error"] for fact in probe.ask().values()} == {
+    assert {fact["error"] for fact in probe.run_probes().values()} == {
         "no process could be started: [Errno 11] Resource temporarily unavailable"
     }
 
 
 def test_children_that_hang_and_children_that_fail() -> None:
     [silent] = run_children("timeit", [{}], 0.5, ["-n", "1", "-r", "1", "import time; time.sleep(60)"])
-    assert silent.code is None and silent.reason == "no answer within the time limit"
+    assert silent.exit_code is None and silent.reason == "no answer within the time limit"
     [failed] = run_children("no_such_module_here", [{}], 30.0)
-    assert failed.code == 1 and "No module named no_such_module_here" in failed.reason
+    assert failed.exit_code == 1 and "No module named no_such_module_here" in failed.reason
     assert failed.reason.startswith(sys.executable)

@@ -11,13 +11,13 @@ import pytest
 from meseta.comm import World
 from meseta.config import load_config
 from meseta.data.dataset.dataset import Dataset
-from meseta.report.quality.outcome import Ground
+from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, normalized_entropy
-from meseta.train.quality.fitting import check_fits
-from meseta.train.quality.scoring import score
+from meseta.train.quality.compatibility import check_configs_fit
+from meseta.train.quality.scoring import score_run
 from meseta.train.quality.study import SuiteRun
-from meseta.train.quality.worlds import TRUTH
+from meseta.train.quality.worlds import TRUTH_FILE
 from meseta.train.sweep.sweep import Trial
 from meseta.train.trainer import Trainer
 from small_run import settings, tiny_with_valid, write_config
@@ -28,7 +28,7 @@ def run_of(folder: Path, data: Path, truth: Path | None = None, **changes: Any) 
     config = write_config(folder / "c.yaml", settings(data, folder / "run", train__max_steps=3, **changes))
     trial = Trial(1, {}, folder / "run")
     return SuiteRun(
-        ground=Ground(name="tiny"), name="one", config=config, trial=trial, seed=1, data=data, truth=truth,
+        eval_dataset=EvalDataset(name="tiny"), name="one", config=config, trial=trial, seed=1, data=data, truth=truth,
         reads_test=True,
     )  # fmt: skip
 
@@ -47,9 +47,9 @@ def test_what_the_data_lack_is_told_with_the_config(
     tiny: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     data = tiny_with_valid(tiny)
-    check_fits([run_of(tmp_path, data)], data)
+    check_configs_fit([run_of(tmp_path, data)], data)
     with pytest.raises(MesetaError, match=r"^quality: config 'one' does not fit 'tiny': ") as caught:
-        check_fits([run_of(tmp_path, data, **changes)], data)
+        check_configs_fit([run_of(tmp_path, data, **changes)], data)
     assert words in str(caught.value)
 
 
@@ -57,7 +57,7 @@ def test_a_score_is_that_of_predictions_of_test(tiny: Path, tmp_path: Path) -> N
     data = tiny_with_valid(tiny)
     run = run_of(tmp_path, data)
     Trainer(load_config(run.config, run.overrides), World.current(), with_test=False).run()
-    score(run)
+    score_run(run)
     with np.load(run.logits_file) as kept:
         logits, labels = kept["logits"], kept["labels"]
     found = run.score()
@@ -73,10 +73,10 @@ def test_truth_of_other_rows_is_refused_and_leaves_no_score(tiny: Path, tmp_path
     run = run_of(tmp_path, data, truth)
     Trainer(load_config(run.config, run.overrides), World.current(), with_test=False).run()
     num_rows = Dataset.load(data).splits["test"].num_rows
-    np.savez(truth / TRUTH, labels=np.full(num_rows, 1), probabilities=np.full(num_rows, 0.5))
+    np.savez(truth / TRUTH_FILE, labels=np.full(num_rows, 1), probabilities=np.full(num_rows, 0.5))
     with pytest.raises(MesetaError, match="are not those whose truth lies beside them; delete"):
-        score(run)
+        score_run(run)
     assert not run.score_file.exists()
-    (truth / TRUTH).unlink()
+    (truth / TRUTH_FILE).unlink()
     with pytest.raises(MesetaError, match=r"cannot be read .*; delete"):
-        score(run)
+        score_run(run)

@@ -41,7 +41,7 @@ def law_inputs(
         rows[:, f, 1:] = effects[1:].T / model.latent_scale
     with torch.no_grad():
         model.line.copy_(torch.from_numpy(of_dense * teacher._linear))
-        model.parabola.copy_(torch.from_numpy(of_dense * 0.5 * teacher._curved))
+        model.parabola.copy_(torch.from_numpy(of_dense * 0.5 * teacher._quadratic))
         model.dense_products.fill_(of_dense)
         model.planted *= of_planted
         model.bias.fill_(teacher.bias - sum(g * m for g, m in zip(teacher._gains, teacher._means, strict=True)))

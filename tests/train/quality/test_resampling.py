@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from meseta.report.quality.outcome import Ground
+from meseta.report.quality.suite_result import EvalDataset
 from meseta.spec import MesetaError
-from meseta.train.quality.resampling import RowFigures, over_rows
+from meseta.train.quality.resampling import SortedPredictions, bootstrap_rows
 from meseta.train.quality.study import SuiteRun
 from meseta.train.sweep.sweep import Trial
 
@@ -35,16 +35,18 @@ def figures(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_that_come_more_than_once_count_as_often(weighted: bool) -> None:
     logits, labels, weights = predictions(3)
-    rows = RowFigures.of(logits, labels, weights if weighted else np.ones(1))
+    rows = SortedPredictions.from_logits(logits, labels, weights if weighted else np.ones(1))
     draw = np.random.default_rng(5)
     for picked in (np.arange(NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS), draw.integers(NUM_ROWS, size=NUM_ROWS)):
-        found = rows.figures(np.bincount(picked, minlength=NUM_ROWS))
+        found = rows.compute_metrics(np.bincount(picked, minlength=NUM_ROWS))
         oracle = figures(logits[picked], labels[picked], (weights if weighted else np.ones(NUM_ROWS))[picked])
         assert found == pytest.approx(oracle, rel=1e-9)
 
 
 def test_one_class_alone_has_no_figures() -> None:
-    found = RowFigures.of(np.array([0.1, 0.2]), np.array([1.0, 1.0]), np.ones(1)).figures(np.array([1, 1]))
+    found = SortedPredictions.from_logits(np.array([0.1, 0.2]), np.array([1.0, 1.0]), np.ones(1)).compute_metrics(
+        np.array([1, 1])
+    )
     assert np.isnan(found["auc"]) and np.isnan(found["ne"])
 
 
@@ -54,7 +56,8 @@ def runs(folder: Path, names: dict[str, list[int]]) -> dict[str, dict[int, Suite
     for name, numbers in names.items():
         for seed, number in enumerate(numbers):
             run = SuiteRun(
-                ground=Ground(name="g"), name=name, config=folder / "c.yaml", seed=seed, data=folder, truth=None,
+                eval_dataset=EvalDataset(name="g"), name=name, config=folder / "c.yaml", seed=seed, data=folder,
+                truth=None,
                 trial=Trial(seed, {}, folder / name / f"seed-{seed}"), reads_test=True,
             )  # fmt: skip
             run.logits_file.parent.mkdir(exist_ok=True)
@@ -65,7 +68,7 @@ def runs(folder: Path, names: dict[str, list[int]]) -> dict[str, dict[int, Suite
 
 
 def test_both_configs_of_a_pair_see_the_same_rows(tmp_path: Path) -> None:
-    found = over_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 200, seed=9)
+    found = bootstrap_rows("g", runs(tmp_path, {"a": [1, 2], "b": [3, 4], "a again": [1, 2]}), 200, seed=9)
     twin = found["g", "a", "a again", "auc"]
     assert (twin.mean, twin.low, twin.high, twin.p) == (0.0, 0.0, 0.0, 1.0)
     draw, ones = np.random.default_rng(2), np.ones(NUM_ROWS)
@@ -85,4 +88,4 @@ def test_predictions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     found = runs(tmp_path, {"a": [1], "b": [2]})
     found["b"][0].logits_file.write_bytes(b"PK\x03\x04 no archive")
     with pytest.raises(MesetaError, match="cannot be read"):
-        over_rows("g", found, 3, seed=0)
+        bootstrap_rows("g", found, 3, seed=0)

@@ -10,8 +10,8 @@ import pytest
 from scipy import special, stats
 
 from meseta.report.quality.statistics import (
-    Interval,
-    holm,
+    ConfidenceInterval,
+    holm_adjust,
     incomplete_beta,
     normal_interval,
     t_interval,
@@ -50,10 +50,10 @@ def test_an_interval_over_seeds_is_that_of_scipy() -> None:
 
 
 def test_what_does_not_vary_is_known_and_one_seed_says_nothing() -> None:
-    assert t_interval([0.0, 0.0, 0.0]) == Interval(0.0, 0.0, 0.0, 1.0)
-    assert t_interval([0.1, 0.1]) == Interval(0.1, 0.1, 0.1, 0.0)
-    assert t_interval([0.1]) == Interval(0.1, -math.inf, math.inf, 1.0)
-    assert normal_interval(0.0, 0.0) == Interval(0.0, 0.0, 0.0, 1.0)
+    assert t_interval([0.0, 0.0, 0.0]) == ConfidenceInterval(0.0, 0.0, 0.0, 1.0)
+    assert t_interval([0.1, 0.1]) == ConfidenceInterval(0.1, 0.1, 0.1, 0.0)
+    assert t_interval([0.1]) == ConfidenceInterval(0.1, -math.inf, math.inf, 1.0)
+    assert normal_interval(0.0, 0.0) == ConfidenceInterval(0.0, 0.0, 0.0, 1.0)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -70,8 +70,8 @@ def test_an_interval_of_a_known_error_is_that_of_scipy() -> None:
 
 def test_holm_goes_down_step_by_step() -> None:
     # By hand: 4 * 0.01, 3 * 0.013, 2 * 0.03, 1 * 0.04, and none below the one before it.
-    assert holm([0.013, 0.04, 0.01, 0.03]) == pytest.approx([0.04, 0.06, 0.04, 0.06])
-    assert holm([]) == [] and holm([1.0, 0.9]) == [1.0, 1.0]
+    assert holm_adjust([0.013, 0.04, 0.01, 0.03]) == pytest.approx([0.04, 0.06, 0.04, 0.06])
+    assert holm_adjust([]) == [] and holm_adjust([1.0, 0.9]) == [1.0, 1.0]
 
 
 def test_holm_rejects_what_its_steps_reject() -> None:
@@ -83,4 +83,4 @@ def test_holm_rejects_what_its_steps_reject() -> None:
             if ps[index] > 0.05 / (12 - place):
                 break
             rejected.add(index)
-        assert {index for index, p in enumerate(holm(ps)) if p <= 0.05} == rejected
+        assert {index for index, p in enumerate(holm_adjust(ps)) if p <= 0.05} == rejected

@@ -12,7 +12,7 @@ import yaml
 from meseta.config.models import MODEL_NAMES
 from meseta.spec import MesetaError
 from meseta.train.quality.study import Study
-from meseta.train.quality.suite import Suite, load_suite
+from meseta.train.quality.suite import QualitySuite, load_suite
 from source_tree import ROOT
 
 BASE = {"model": {"name": "dlrm"}, "train": {"batch_size": 256}}
@@ -25,7 +25,7 @@ WHOLE = {
 }
 
 
-def suite_of(folder: Path, **changes: Any) -> Suite:
+def suite_of(folder: Path, **changes: Any) -> QualitySuite:
     """A suite as `load_suite` reads it; a change to None leaves a key out."""
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     document = {key: value for key, value in {**WHOLE, **changes}.items() if value is not None}
@@ -44,20 +44,22 @@ def refused(folder: Path, **changes: Any) -> str:
 def test_every_config_gets_the_same_number_of_trials(tmp_path: Path) -> None:
     lists = {"dense.optimizer.lr": [0.1, 0.2, 0.3], "model.top_mlp": [[8], [16]]}
     suite = suite_of(tmp_path, configs={"a": {}, "b": {"tune": lists}, "c": {"tune": {"train.epochs": [1, 2]}}})
-    tried = {name: suite.settings(name) for name in suite.configs}
+    tried = {name: suite.trial_settings(name) for name in suite.configs}
     assert [len(settings) for settings in tried.values()] == [4, 4, 4]
     assert [len({str(one) for one in settings}) for settings in tried.values()] == [4, 4, 4]
     assert {str(one["model.top_mlp"]) for one in tried["b"]} <= {"[8]", "[16]"}
     assert all(set(one) == {"dense.optimizer.lr", "train.epochs"} for one in tried["c"])
     fewer = suite_of(tmp_path, trials=2, configs={"a": {}, "b": {"tune": lists}})
-    assert [fewer.settings(name) for name in "ab"] == [tried[name][:2] for name in "ab"]  # more trials extend fewer
+    assert [fewer.trial_settings(name) for name in "ab"] == [
+        tried[name][:2] for name in "ab"
+    ]  # more trials extend fewer
 
 
 def test_what_a_config_sets_is_not_tuned(tmp_path: Path) -> None:
     suite = suite_of(
         tmp_path, configs={"a": {}, "b": {"set": {"dense.optimizer.lr": 1.0}, "tune": {"seedless": [1, 2, 3, 4]}}}
     )
-    assert set(suite.tune_of("b")) == {"seedless"} and set(suite.tune_of("a")) == {"dense.optimizer.lr"}
+    assert set(suite.tuned_settings("b")) == {"seedless"} and set(suite.tuned_settings("a")) == {"dense.optimizer.lr"}
 
 
 def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
@@ -66,8 +68,8 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
     study = Study(suite, "suite", tmp_path / "out")
     study.open()
     [entry] = study.suite.entries
-    assert {run.seed for run in study.tuning(entry).runs} == {7}
-    assert not any(run.reads_test for run in study.tuning(entry).runs)
+    assert {run.seed for run in study.tuning_round(entry).runs} == {7}
+    assert not any(run.reads_test for run in study.tuning_round(entry).runs)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +120,10 @@ def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path: Path) -> None:
     study = Study(suite_of(tmp_path), "suite", tmp_path / "out")
     study.open()
     [entry] = study.suite.entries
-    study.tuning(entry).missing()
+    study.tuning_round(entry).pending_runs()
     other = Study(suite_of(tmp_path, tune={"dense.optimizer.lr": "uniform(1, 2)"}), "suite", tmp_path / "out")
     with pytest.raises(MesetaError, match="holds what was trained otherwise"):
-        other.tuning(entry).missing()
+        other.tuning_round(entry).pending_runs()
 
 
 def test_the_suites_of_this_repository_stand_as_their_page_says(tmp_path: Path) -> None:

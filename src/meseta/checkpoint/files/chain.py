@@ -24,11 +24,11 @@ from meseta.checkpoint.files.paths import is_block_path
 from meseta.machine.remote import Location
 from meseta.ops.memory import empty
 
-Entry = Mapping[str, Any]
+FileEntry = Mapping[str, Any]
 """Of a file in a manifest."""
 
 
-def blocks_of(table: Mapping[str, Any]) -> list[list[Entry]]:
+def group_files_by_block(table: Mapping[str, Any]) -> list[list[FileEntry]]:
     """The files of each block, oldest first, of a table's entry in a manifest."""
     return [list(files) for _, files in groupby(table["blocks"], key=lambda entry: entry["first_row"])]
 
@@ -36,10 +36,10 @@ def blocks_of(table: Mapping[str, Any]) -> list[list[Entry]]:
 def read_chain(
     root: Location,
     schema: BlockSchema,
-    files: Sequence[Entry],
+    files: Sequence[FileEntry],
     is_changed: NDArray[np.bool_] | None = None,
     *,
-    keep: bool = False,
+    copy: bool = False,
 ) -> Values:
     """All rows of a block, of its files from the oldest to the newest; `is_changed` [rows] becomes true where a file
     behind the first has the row.
@@ -47,11 +47,14 @@ def read_chain(
     They lie in memory that this thread's next call may use again, unless they are to be kept. Raises what `read_block`
     raises.
     """
-    block = _read_first(root, schema, files[0])
+    block = _read_full_file(root, schema, files[0])
     num_rows = files[0]["num_rows"]
-    if keep or (len(files) > 1 and not all(value.flags.writeable for value in block.values())):
+    if copy or (len(files) > 1 and not all(value.flags.writeable for value in block.values())):
         values = block
-        block = {column.name: room(schema.shape(column, num_rows), column.stored) for column in schema.columns}
+        block = {
+            column.name: allocate_transient(schema.shape(column, num_rows), column.stored_dtype)
+            for column in schema.columns
+        }
         for name, value in values.items():
             np.copyto(block[name], value)
     for entry in files[1:]:
@@ -63,14 +66,14 @@ def read_chain(
     return block
 
 
-def _read_first(root: Location, schema: BlockSchema, entry: Entry) -> Values:
+def _read_full_file(root: Location, schema: BlockSchema, entry: FileEntry) -> Values:
     """All rows of a block, of a file that holds them as they are or in codes."""
     if is_block_path(entry["path"]):
-        return read_block(root, schema, entry, use="block")
-    return read_rows(root, schema, entry, entry["num_rows"], use="block")[1]  # so many ids that rise are all
+        return read_block(root, schema, entry, buffer="block")
+    return read_rows(root, schema, entry, entry["num_rows"], buffer="block")[1]  # so many ids that rise are all
 
 
-def room(shape: tuple[int, ...], stored: str) -> np.ndarray:
+def allocate_transient(shape: tuple[int, ...], stored: str) -> np.ndarray:
     """An array whose memory goes back to the system with it: a process would keep that of every block."""
     array: np.ndarray = empty(shape, getattr(torch, stored), keep=False).numpy()
     return array

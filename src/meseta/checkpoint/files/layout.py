@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from meseta.machine.files import has_controls
+from meseta.machine.files import has_control_characters
 from meseta.spec import MesetaError, TableSpec
-from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, block_rows
+from meseta.spec.checkpoint_blocks import BLOCK_BYTES, GLOBAL_ROW_ID_BYTES, rows_per_block
 from meseta.storage import ROW
 
 StoredType = Literal[
@@ -21,7 +21,7 @@ StoredType = Literal[
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
 ]  # fmt: skip
 """What a column's values may be."""
-MOST_ROW_BYTES = BLOCK_BYTES
+MAX_ROW_BYTES = BLOCK_BYTES
 """A row with its id and states may have no more: a block is read whole."""
 STORED_TYPES = get_args(StoredType)
 ID = "id"
@@ -41,7 +41,7 @@ class Column:
     """Type of the values, for example 'float32'."""
 
     @property
-    def stored(self) -> str:
+    def stored_dtype(self) -> str:
         """Type of the values in files: neither numpy nor Arrow has bfloat16, whose bits are kept as uint16."""
         return "uint16" if self.dtype == "bfloat16" else self.dtype
 
@@ -58,20 +58,20 @@ class BlockSchema:
     @property
     def row_bytes(self) -> int:
         """Bytes of one logical row with its id and state."""
-        return ID_BYTES + self.value_bytes
+        return GLOBAL_ROW_ID_BYTES + self.value_bytes
 
     @property
     def value_bytes(self) -> int:
         """Of one row and its state, without its id."""
-        return sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
+        return sum(np.dtype(c.stored_dtype).itemsize * self.width(c) for c in self.columns)
 
     @property
     def block_rows(self) -> int:
         """Rows of every block but the last."""
-        return block_rows(self.row_bytes, BLOCK_BYTES)
+        return rows_per_block(self.row_bytes, BLOCK_BYTES)
 
     @property
-    def frame_bytes(self) -> int:
+    def max_frame_bytes(self) -> int:
         """The most bytes that the file of a block has beside its rows."""
         schema_bytes: int = self.to_arrow().serialize().size  # It stands at the beginning, and in the footer again.
         return 2 * schema_bytes + 4096 + 512 * (1 + len(self.columns))
@@ -80,7 +80,7 @@ class BlockSchema:
         """Values per row."""
         return self.embedding_dim if column.kind == "element" else 1
 
-    def fault(self) -> str | None:
+    def invalid_reason(self) -> str | None:
         """Why no table has such columns; None where one may."""
         first, *states = self.columns
         if (first.name, first.kind) != (ROW, "element"):
@@ -88,12 +88,12 @@ class BlockSchema:
         names = [state.name for state in states]
         if names != sorted({*names} - {ID, ROW}):
             return "the names of its states must rise, and none may be given twice or reserved"
-        if any(not name or has_controls(name) for name in names):
+        if any(not name or has_control_characters(name) for name in names):
             return "a state's name is empty or has control characters"
         if unknown := [column.dtype for column in self.columns if column.dtype not in STORED_TYPES]:
             return f"values of type {unknown[0]}, and files have {', '.join(STORED_TYPES)}"
-        if self.row_bytes > MOST_ROW_BYTES:
-            return f"a row with its states has {self.row_bytes:,} bytes, and may have {MOST_ROW_BYTES:,}"
+        if self.row_bytes > MAX_ROW_BYTES:
+            return f"a row with its states has {self.row_bytes:,} bytes, and may have {MAX_ROW_BYTES:,}"
         return None
 
     def shape(self, column: Column, num_rows: int) -> tuple[int, ...]:
@@ -123,10 +123,10 @@ def _to_arrow(schema: BlockSchema, id_type: pa.DataType) -> pa.Schema:
     """Made once for all tables that are alike."""
     fields = [pa.field(ID, id_type, nullable=False)]
     for column in schema.columns:
-        kind = pa.from_numpy_dtype(np.dtype(column.stored))
+        kind = pa.from_numpy_dtype(np.dtype(column.stored_dtype))
         if column.kind == "element":
             kind = pa.list_(pa.field("item", kind, nullable=False), schema.embedding_dim)
-        metadata = {"dtype": column.dtype} if column.stored != column.dtype else None
+        metadata = {"dtype": column.dtype} if column.stored_dtype != column.dtype else None
         fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
     return pa.schema(fields)
 
@@ -139,7 +139,7 @@ class TableLayout:
     schema: BlockSchema
 
     @staticmethod
-    def of(spec: TableSpec, values: Mapping[str, Tensor]) -> TableLayout:
+    def from_values(spec: TableSpec, values: Mapping[str, Tensor]) -> TableLayout:
         """The layout that any shard of the table implies, of its values by name; raises MesetaError for a state that
         cannot be stored."""
         columns = [Column(name=ROW, kind="element", dtype=spec.dtype)]
@@ -153,11 +153,11 @@ class TableLayout:
                 raise MesetaError(f"checkpoint: table {spec.name!r}: the state name {name!r} is reserved; rename it")
             columns.append(Column(name=name, kind="row" if tensor.dim() == 1 else "element", dtype=_dtype(tensor)))
         schema = BlockSchema(embedding_dim=spec.embedding_dim, columns=tuple(columns))
-        if fault := schema.fault():
+        if fault := schema.invalid_reason():
             raise MesetaError(f"checkpoint: table {spec.name!r} cannot be saved: {fault}")
         return TableLayout(spec=spec, schema=schema)
 
-    def spans(self) -> list[tuple[int, int]]:
+    def block_ranges(self) -> list[tuple[int, int]]:
         """First row and the row after the last of every block."""
         step, total = self.schema.block_rows, self.spec.num_embeddings
         return [(first, min(first + step, total)) for first in range(0, total, step)]
@@ -174,12 +174,12 @@ class TableLayout:
         }
 
 
-def widened(stored: np.ndarray) -> np.ndarray:
+def widen_bfloat16(stored: np.ndarray) -> np.ndarray:
     """float32 of a bfloat16's stored bits, which are its upper half."""
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
-def narrowed(values: np.ndarray) -> np.ndarray:
+def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Undo `widened`. Raises ValueError for a float32 that is no bfloat16."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     if (bits & 0xFFFF).any():

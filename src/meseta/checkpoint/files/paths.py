@@ -11,22 +11,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.files import file_name, former_file_name
+from meseta.machine.files import legacy_file_name, to_file_name
 
-NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
+CHECKPOINT_NAME_PATTERN = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
 """Of the folder of a checkpoint: one name for each step, of digits that are ASCII; with '.old-' while a new one of its
 step takes its place."""
 
 
 def table_folder(table: str) -> str:
     """Of a table's blocks, inside the checkpoint, for example 'tables/user_id'."""
-    return f"tables/{file_name(table)}"
+    return f"tables/{to_file_name(table)}"
 
 
-def block_paths(table: str, number: int) -> tuple[str, str]:
+def possible_block_paths(table: str, number: int) -> tuple[str, str]:
     """Where a table's block may be: as blocks are named now, and as they were."""
     now = block_path(table, number)
-    return now, f"tables/{former_file_name(table)}/{now.rpartition('/')[2]}"
+    return now, f"tables/{legacy_file_name(table)}/{now.rpartition('/')[2]}"
 
 
 def block_path(table: str, number: int) -> str:
@@ -39,9 +39,9 @@ def rows_path(table: str, number: int) -> str:
     return f"{table_folder(table)}/rows-{number:05d}.arrow"
 
 
-def seen_from_sibling(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
+def relative_to_sibling(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The entry of a file as another checkpoint has it, which lies beside that of `step`."""
-    return {**entry, "path": sibling_path(step_of(entry, step), split_path(entry["path"])[1])}
+    return {**entry, "path": sibling_path(entry_step(entry, step), split_path(entry["path"])[1])}
 
 
 def is_block_path(path: str) -> bool:
@@ -62,13 +62,13 @@ def split_path(path: str) -> tuple[str | None, str]:
     return folder, inner
 
 
-def folder_step(folder: str) -> int | None:
+def parse_folder_step(folder: str) -> int | None:
     """Of the checkpoint in a folder of this name; None where none that stays is called so."""
-    name = NAME.fullmatch(folder)
+    name = CHECKPOINT_NAME_PATTERN.fullmatch(folder)
     return None if name is None or name["old"] else int(name["step"])
 
 
-def step_of(entry: Mapping[str, Any], step: int) -> int:
+def entry_step(entry: Mapping[str, Any], step: int) -> int:
     """Of the checkpoint that has written a file, in the manifest of one of `step`."""
     folder, _ = split_path(entry["path"])
     return step if folder is None else int(folder.removeprefix("step-"))

@@ -10,11 +10,11 @@ from typing import Any
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import read_block, read_rows
-from meseta.checkpoint.files.chain import blocks_of
+from meseta.checkpoint.files.chain import group_files_by_block
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import is_block_path, split_path
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, entries_of, read_manifest, run_id_of
+from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, file_entries, get_run_id, read_manifest
 from meseta.checkpoint.store.store import CheckpointStore
 from meseta.machine.files import is_link
 from meseta.machine.remote import Location
@@ -24,7 +24,7 @@ FileKey = tuple[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedFiles:
+class CheckpointFiles:
     """The part of a manifest that identifies a checkpoint and its files."""
 
     name: str
@@ -32,25 +32,25 @@ class NamedFiles:
     step: int
     run_id: str | None
     """`None` if the version that wrote the checkpoint had no run ids."""
-    identity: str
+    content_digest: str
     """Checksum or chain of the model."""
     manifest_checksum: str
     files: Mapping[str, FileKey]
     """By path below the store, such as 'step-000000500/dense.safetensors'. Includes files of older checkpoints."""
 
     @staticmethod
-    def of(name: str, manifest: Mapping[str, Any]) -> NamedFiles:
+    def from_manifest(name: str, manifest: Mapping[str, Any]) -> CheckpointFiles:
         """Extract it from a checked manifest."""
-        return NamedFiles(
+        return CheckpointFiles(
             name=name,
             step=manifest["step"],
-            run_id=run_id_of(manifest),
-            identity=digest.identity(manifest),
+            run_id=get_run_id(manifest),
+            content_digest=digest.content_digest(manifest),
             manifest_checksum=manifest["manifest_checksum"],
-            files={path_in_store(name, entry): key_of(entry) for entry in entries_of(manifest)},
+            files={path_in_store(name, entry): file_key(entry) for entry in file_entries(manifest)},
         )
 
-    def contradicts(self, other: NamedFiles) -> bool:
+    def conflicts_with(self, other: CheckpointFiles) -> bool:
         """Whether the files of both cannot be in one store: a path differs in content, or is missing in a folder that
         `other` writes whole."""
         if self.name == other.name:
@@ -67,68 +67,68 @@ class StoreContents:
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
-        self.checkpoints: dict[str, NamedFiles] = {}
+        self.checkpoints: dict[str, CheckpointFiles] = {}
         """Those with an intact manifest, by name, oldest first."""
         self.damaged: dict[str, DamagedCheckpoint] = {}
         """Those whose manifest is missing or damaged."""
         self._stamps: dict[str, str] = {}
         """Stamp of the manifest that `checkpoints` holds, by name."""
-        self._listed: dict[str, Mapping[str, tuple[int, str]]] = {}
+        self._listings: dict[str, Mapping[str, tuple[int, str]]] = {}
 
     def refresh(self) -> None:
         """List the store again, and read the manifests that have changed. Raises MesetaError for a manifest of another
         version, about whose files nothing is known."""
-        former, self.checkpoints, self.damaged, self._listed = self.checkpoints, {}, {}, {}
-        for path in own_checkpoints(self.store):
+        former, self.checkpoints, self.damaged, self._listings = self.checkpoints, {}, {}, {}
+        for path in checkpoints_without_links(self.store):
             stamp = self._stamp(path.name)
             if path.name in former and stamp and stamp == self._stamps[path.name]:
                 self.checkpoints[path.name] = former[path.name]
                 continue
             try:
-                self.checkpoints[path.name] = NamedFiles.of(path.name, read_manifest(path))
+                self.checkpoints[path.name] = CheckpointFiles.from_manifest(path.name, read_manifest(path))
                 self._stamps[path.name] = stamp
             except DamagedCheckpoint as problem:
                 self.damaged[path.name] = problem
 
-    def forget(self, names: Iterable[str]) -> None:
+    def invalidate(self, names: Iterable[str]) -> None:
         """Drop checkpoints that are gone, and list files again when they are asked for."""
-        self._listed = {}
+        self._listings = {}
         for name in names:
             self.checkpoints.pop(name, None)
             self.damaged.pop(name, None)
 
-    def add(self, checkpoint: NamedFiles) -> None:
+    def add(self, checkpoint: CheckpointFiles) -> None:
         """Register a checkpoint that this process has written."""
-        self.forget([checkpoint.name])
+        self.invalidate([checkpoint.name])
         # If listing its files fails, the next refresh reads the manifest.
         self._stamps[checkpoint.name] = self._stamp(checkpoint.name)
         self.checkpoints[checkpoint.name] = checkpoint
 
-    def has(self, path: str, key: FileKey) -> bool:
+    def has_file(self, path: str, key: FileKey) -> bool:
         """Whether a file has this size, and an intact manifest gives it this checksum."""
         return self.num_bytes(path) == key[0] and any(c.files.get(path) == key for c in self.checkpoints.values())
 
     def num_bytes(self, path: str) -> int | None:
         """Size of a file, or `None` if it is missing."""
         folder, _, inner = path.partition("/")
-        return self._list(folder).get(inner, (None, ""))[0]
+        return self._list_folder(folder).get(inner, (None, ""))[0]
 
-    def incomplete(self, checkpoint: NamedFiles) -> list[str]:
+    def incomplete_files(self, checkpoint: CheckpointFiles) -> list[str]:
         """Paths of its files that are missing or have another size."""
         return [path for path, key in checkpoint.files.items() if self.num_bytes(path) != key[0]]
 
     def _stamp(self, name: str) -> str:
-        return self._list(name).get(MANIFEST_PATH, (0, ""))[1]
+        return self._list_folder(name).get(MANIFEST_PATH, (0, ""))[1]
 
-    def _list(self, folder: str) -> Mapping[str, tuple[int, str]]:
-        if folder not in self._listed:
-            self._listed[folder] = self.store.files_of(folder)
-        return self._listed[folder]
+    def _list_folder(self, folder: str) -> Mapping[str, tuple[int, str]]:
+        if folder not in self._listings:
+            self._listings[folder] = self.store.list_files(folder)
+        return self._listings[folder]
 
 
-def own_checkpoints(store: CheckpointStore) -> Iterator[Location]:
+def checkpoints_without_links(store: CheckpointStore) -> Iterator[Location]:
     """Names that may be checkpoints, oldest first, without links to other places."""
-    for path in store.named():
+    for path in store.list_candidates():
         if path.name.startswith("step-") and not (isinstance(path, Path) and is_link(path)):
             yield path
 
@@ -139,7 +139,7 @@ def path_in_store(name: str, entry: Mapping[str, Any]) -> str:
     return f"{folder or name}/{inner}"
 
 
-def key_of(entry: Mapping[str, Any]) -> FileKey:
+def file_key(entry: Mapping[str, Any]) -> FileKey:
     """Bytes and checksum of a file in a manifest."""
     return entry["num_bytes"], entry["checksum"]
 
@@ -147,12 +147,12 @@ def key_of(entry: Mapping[str, Any]) -> FileKey:
 def check_content(root: Location, manifest: Mapping[str, Any], files: Collection[str]) -> None:
     """Read some files of a checkpoint, by path below its store. Raises DamagedCheckpoint for one whose content does not
     have the checksum in the manifest."""
-    for key in ("dense", CARRIED):
+    for key in ("dense", PREFETCHED):
         if key in manifest and path_in_store(root.name, manifest[key]) in files:
             read_tensors(root, manifest[key])
     for table in manifest["tables"].values():
         schema = BlockSchema.from_dict(table)
-        for block in blocks_of(table):
+        for block in group_files_by_block(table):
             for entry in block:
                 if path_in_store(root.name, entry) not in files:
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meseta.machine.remote import Location
 
-PASSED_OVER = "passed-over.txt"
+QUARANTINE_MARKER = "passed-over.txt"
 """In the folder of a checkpoint that is damaged, or needs a file that is, and that a run has gone back behind: it is
 taken up, counted and deleted no more, until a new one of its step takes its place. Says why."""
 
@@ -19,6 +19,6 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def named_step(path: Location) -> int:
+def parse_step(path: Location) -> int:
     """The step that a checkpoint's name tells."""
     return int(path.name.rpartition("-")[2])

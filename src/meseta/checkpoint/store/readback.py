@@ -8,30 +8,30 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from meseta.checkpoint.files.raw import parts
-from meseta.machine.files import inside, is_read_failure, json_text, parse_json, read_bounded, write_whole
+from meseta.checkpoint.files.direct_io import read_chunks
+from meseta.machine.files import format_json, is_read_failure, parse_json, read_bounded, resolve_inside, write_atomic
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 
-class Readback:
+class ReadbackQueue:
     """Order in which the files of one mirror are compared.
 
     It is kept in a file, so that it outlives the process. If that is lost, the files of the oldest checkpoints come
     first.
     """
 
-    def __init__(self, kept: Path | None = None) -> None:
-        self._kept = kept
+    def __init__(self, state_file: Path | None = None) -> None:
+        self._state_file = state_file
         self._queue: deque[str] = deque()
         """Paths of files, least recently sent or checked first."""
         self._offset = 0
         """Number of bytes of the first file that are compared already."""
-        if kept is not None:
+        if state_file is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
-                self._restore(parse_json(read_bounded(kept)))
+                self._restore(parse_json(read_bounded(state_file)))
 
-    def differing(
+    def find_differences(
         self, originals: Location, copies: Location, sizes: Mapping[str, int], num_bytes: int
     ) -> Iterator[str]:
         """Compare the next `num_bytes` of the files in `sizes`, and yield the path of each file that differs.
@@ -56,25 +56,25 @@ class Readback:
                 self._queue.append(self._queue.popleft())
             if not is_equal:
                 yield path
-        self._keep()
+        self._save()
 
     def _restore(self, document: dict[str, object]) -> None:
         queue, offset = document["files"], document["offset"]
         if isinstance(queue, list) and all(isinstance(path, str) for path in queue) and isinstance(offset, int):
             self._queue, self._offset = deque(dict.fromkeys(queue)), max(offset, 0)
 
-    def _keep(self) -> None:
-        if self._kept is not None:
+    def _save(self) -> None:
+        if self._state_file is not None:
             with suppress(MesetaError):  # such as on a full disk: a lost order costs time alone
-                write_whole(self._kept, json_text({"offset": self._offset, "files": [*self._queue]}))
+                write_atomic(self._state_file, format_json({"offset": self._offset, "files": [*self._queue]}))
 
 
 def _is_equal(original: Location, copies: Location, path: str, start: int, stop: int) -> bool:
     """Whether bytes start..stop-1 of the copy are those of the original."""
     folder, _, inner = path.partition("/")
     try:
-        copy = inside(copies / folder, inner) if isinstance(copies, Path) else copies / path
-        pairs = zip_longest(parts(original, start, stop), parts(copy, start, stop))
+        copy = resolve_inside(copies / folder, inner) if isinstance(copies, Path) else copies / path
+        pairs = zip_longest(read_chunks(original, start, stop), read_chunks(copy, start, stop))
         return all(one == other for one, other in pairs)
     except OSError as error:
         if not is_read_failure(error) and error.filename != str(original):

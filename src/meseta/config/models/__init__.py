@@ -2,24 +2,24 @@
 
 from meseta.config.models import classic, interactions
 from meseta.config.models.base import (
+    CustomModelConfig,
     LayeredModelConfig,
     ModelConfig,
-    OwnModelConfig,
     VectorModelConfig,
     model_sections,
     section_class,
 )
 
-FILES_OF_SECTIONS = (classic, interactions)
+SECTION_MODULES = (classic, interactions)
 """Modules whose classes are the sections of this package's models."""
 MODEL_NAMES = tuple(model_sections())
 """Models of this package."""
 
 __all__ = [
     "MODEL_NAMES",
+    "CustomModelConfig",
     "LayeredModelConfig",
     "ModelConfig",
-    "OwnModelConfig",
     "VectorModelConfig",
     "model_sections",
     "section_class",

@@ -11,7 +11,7 @@ from meseta.config.section import Depth, Width
 
 
 class _DLRMLayers(LayeredModelConfig):
-    takes_former_keys = True
+    accepts_legacy_keys = True
     bottom_mlp: tuple[Width, ...] = (512, 256, 64)
     """Hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
     top_mlp: tuple[Width, ...] = (512, 256)
@@ -21,7 +21,7 @@ class _DLRMLayers(LayeredModelConfig):
 class DLRMConfig(_DLRMLayers):
     """Deep learning recommendation model: dot products of all pairs (arXiv 1906.00091)."""
 
-    small: ClassVar = {"bottom_mlp": [64], "top_mlp": [128, 64]}
+    small_sizes: ClassVar = {"bottom_mlp": [64], "top_mlp": [128, 64]}
     name: Literal["dlrm"] = "dlrm"
     interaction: Literal["dot", "none"] = "dot"
     """Pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
@@ -30,7 +30,7 @@ class DLRMConfig(_DLRMLayers):
 class DLRMDCNv2Config(_DLRMLayers):
     """DLRM with a low-rank cross network in place of dot products (arXiv 2008.13535; MLPerf Training v4.0)."""
 
-    small: ClassVar = {**DLRMConfig.small, "cross_layers": 2, "cross_low_rank": 32}
+    small_sizes: ClassVar = {**DLRMConfig.small_sizes, "cross_layers": 2, "cross_low_rank": 32}
     name: Literal["dlrm_dcnv2"] = "dlrm_dcnv2"
     cross_layers: Depth = 3
     """Number of low-rank cross layers."""
@@ -41,7 +41,7 @@ class DLRMDCNv2Config(_DLRMLayers):
 class LogisticRegressionConfig(ModelConfig):
     """The linear baseline: a weight per id and per dense input."""
 
-    takes_former_keys = True
+    accepts_legacy_keys = True
     weight_columns = 1
     name: Literal["logistic_regression"] = "logistic_regression"
 
@@ -49,14 +49,14 @@ class LogisticRegressionConfig(ModelConfig):
 class FMConfig(VectorModelConfig):
     """Factorization machine of degree 2 (Rendle, ICDM 2010)."""
 
-    takes_former_keys = True
+    accepts_legacy_keys = True
     weight_columns = 1
     name: Literal["fm"] = "fm"
 
 
 class _DeepLayers(LayeredModelConfig):
-    takes_former_keys = True
-    small: ClassVar = {"deep_mlp": [128, 64]}
+    accepts_legacy_keys = True
+    small_sizes: ClassVar = {"deep_mlp": [128, 64]}
     deep_mlp: tuple[Width, ...] = (512, 256)
     """Hidden widths of the MLP beside the rest; the single output is added."""
 
@@ -78,7 +78,7 @@ class DeepFMConfig(_DeepLayers):
 class XDeepFMConfig(_DeepLayers):
     """A compressed interaction network, a linear part and an MLP (arXiv 1803.05170)."""
 
-    small: ClassVar = {**_DeepLayers.small, "cin_layers": [16, 16]}
+    small_sizes: ClassVar = {**_DeepLayers.small_sizes, "cin_layers": [16, 16]}
     weight_columns = 1
     name: Literal["xdeepfm"] = "xdeepfm"
     cin_layers: tuple[Width, ...] = Field(default=(64, 64), min_length=1)
@@ -88,7 +88,7 @@ class XDeepFMConfig(_DeepLayers):
 class AutoIntConfig(_DeepLayers):
     """Fields attend to each other in several layers, with an MLP beside (arXiv 1810.11921)."""
 
-    small: ClassVar = {**_DeepLayers.small, "attention_layers": 2, "attention_dim": 8}
+    small_sizes: ClassVar = {**_DeepLayers.small_sizes, "attention_layers": 2, "attention_dim": 8}
     name: Literal["autoint"] = "autoint"
     deep_mlp: tuple[Width, ...] = (512, 256)
     """Hidden widths of the MLP beside the rest; the single output is added. Empty for none."""
@@ -103,8 +103,8 @@ class AutoIntConfig(_DeepLayers):
 class MMoEConfig(LayeredModelConfig):
     """Multi-gate mixture of experts, for several labels (Ma et al., KDD 2018)."""
 
-    takes_former_keys = True
-    small: ClassVar = {"num_experts": 4, "expert_mlp": [64, 32], "tower_mlp": [32]}
+    accepts_legacy_keys = True
+    small_sizes: ClassVar = {"num_experts": 4, "expert_mlp": [64, 32], "tower_mlp": [32]}
     name: Literal["mmoe"] = "mmoe"
     num_experts: Depth = 8
     """Experts that all tasks share."""

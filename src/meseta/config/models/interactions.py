@@ -22,7 +22,7 @@ Ensemble = Literal["concat", "sum", "weighted"]
 class DCNv2Config(LayeredModelConfig):
     """Cross layers, and an MLP on them or beside them (DCN-V2, arXiv 2008.13535)."""
 
-    small: ClassVar = {"cross_layers": 2, "cross_low_rank": 16, "deep_mlp": [128, 64]}
+    small_sizes: ClassVar = {"cross_layers": 2, "cross_low_rank": 16, "deep_mlp": [128, 64]}
     name: Literal["dcnv2"] = "dcnv2"
     structure: Structure = "stacked"
     """The MLP on the cross network, or beside it."""
@@ -43,7 +43,7 @@ class DCNv2Config(LayeredModelConfig):
 class GDCNConfig(LayeredModelConfig):
     """Cross layers whose outputs pass a gate, and an MLP on them or beside them (GDCN, arXiv 2311.04635)."""
 
-    small: ClassVar = {"cross_layers": 2, "deep_mlp": [128, 64]}
+    small_sizes: ClassVar = {"cross_layers": 2, "deep_mlp": [128, 64]}
     name: Literal["gdcn"] = "gdcn"
     structure: Structure = "parallel"
     """The MLP on the cross network (GDCN-S), or beside it (GDCN-P)."""
@@ -56,7 +56,7 @@ class GDCNConfig(LayeredModelConfig):
 class MaskNetConfig(LayeredModelConfig):
     """Hidden layers whose inputs are multiplied by masks that the sample makes (MaskNet, arXiv 2102.07619)."""
 
-    small: ClassVar = {"mask_blocks": [64, 64], "deep_mlp": [64]}
+    small_sizes: ClassVar = {"mask_blocks": [64, 64], "deep_mlp": [64]}
     name: Literal["masknet"] = "masknet"
     structure: MaskStructure = "parallel"
     """MaskBlocks one on the other, or side by side under an MLP."""
@@ -72,7 +72,7 @@ class MaskNetConfig(LayeredModelConfig):
 class FinalMLPConfig(LayeredModelConfig):
     """Two MLPs over differently weighed inputs, fused by products of their outputs (FinalMLP, arXiv 2304.00902)."""
 
-    small: ClassVar = {"first_mlp": [64], "second_mlp": [64], "gate_mlp": [32]}
+    small_sizes: ClassVar = {"first_mlp": [64], "second_mlp": [64], "gate_mlp": [32]}
     name: Literal["finalmlp"] = "finalmlp"
     first_mlp: tuple[Width, ...] = Field(default=(400, 400, 400), min_length=1)
     """Widths of the layers of the first stream."""
@@ -93,7 +93,7 @@ class FinalMLPConfig(LayeredModelConfig):
 class FinalNetConfig(LayeredModelConfig):
     """Layers that multiply two linear functions of their inputs (FinalNet, Zhu et al., SIGIR 2023)."""
 
-    small: ClassVar = {"first_block": [64, 32], "second_block": [64, 32]}
+    small_sizes: ClassVar = {"first_block": [64, 32], "second_block": [64, 32]}
     name: Literal["final"] = "final"
     first_block: tuple[Width, ...] = Field(default=(400, 400), min_length=1)
     """Widths of the layers of the first block; even ones, unless residual is 'sum'."""
@@ -119,7 +119,7 @@ class _VectorLayers(LayeredModelConfig):
 class WukongConfig(_VectorLayers):
     """Stacked layers of factorization machines and linear compression (Wukong, arXiv 2403.02545)."""
 
-    small: ClassVar = {
+    small_sizes: ClassVar = {
         "bottom_mlp": [32],
         "layers": 2,
         "fm_vectors": 8,
@@ -144,7 +144,7 @@ class WukongConfig(_VectorLayers):
 class DHENConfig(_VectorLayers):
     """Layers that are ensembles of interactions of several kinds (DHEN, arXiv 2203.11014)."""
 
-    small: ClassVar = {"bottom_mlp": [32], "interactions": {"dot": 8, "linear": 8}, "top_mlp": [64]}
+    small_sizes: ClassVar = {"bottom_mlp": [32], "interactions": {"dot": 8, "linear": 8}, "top_mlp": [64]}
     name: Literal["dhen"] = "dhen"
     layers: Depth = 2
     """Number of layers."""

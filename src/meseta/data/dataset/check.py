@@ -13,22 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.columns import columns_of
-from meseta.data.dataset.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
+from meseta.data.dataset.columns import dataset_columns
+from meseta.data.dataset.dataset import DATASET_FILE, DataFile, Dataset, SparseFeature
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
-from meseta.data.dataset.touched import read_touched
-from meseta.data.dataset.value_rules import breaks_rule
-from meseta.data.dataset.vocabulary import digest_of_values, one_chunk
-from meseta.data.prepare.record import RECORD_NAME
-from meseta.data.workers import in_order
-from meseta.errors import one_line
-from meseta.machine.files import inside
+from meseta.data.dataset.touched_rows import read_touched
+from meseta.data.dataset.value_rules import find_violations
+from meseta.data.dataset.vocabulary import combine_chunks, values_digest
+from meseta.data.prepare.record import PREPARE_RECORD_FILE
+from meseta.data.workers import run_in_order
+from meseta.errors import error_summary
+from meseta.machine.files import resolve_inside
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
 STATISTICS_PAGE = "statistics.html"
 """Where `meseta data stats` writes its page, beside the data."""
-AGAIN = "prepare the dataset again"
+PREPARE_AGAIN = "prepare the dataset again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Fault:
     """What was found instead."""
     count: int = 1
     """Values of this column and file that break the rule."""
-    way_out: str = AGAIN
+    way_out: str = PREPARE_AGAIN
 
     def __str__(self) -> str:
         more = f" ({self.count:,} such values)" if self.count > 1 else ""
@@ -62,45 +62,45 @@ class CheckResult:
 
 
 @dataclass
-class _Group:
+class _GroupCheck:
     """What one row group adds to the findings."""
 
     num_rows: int = 0
-    found: dict[tuple[str, str], Fault] = field(default_factory=dict)
+    faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
     """By column and rule."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sum of each label."""
-    known: Counter[str] = field(default_factory=Counter)
+    label_counts: Counter[str] = field(default_factory=Counter)
     """Samples that have each label."""
     lookups: Counter[str] = field(default_factory=Counter)
     """Ids of each sparse feature."""
 
 
-def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -> CheckResult:
+def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -> CheckResult:
     """Hold every file and every value of the dataset in `path` against its dataset.json.
 
     `on_rows` is called with the rows just read and the rows in all. Raises MesetaError where dataset.json itself
     cannot be read, or is that of a recipe; all else that is wrong is in the result.
     """
     dataset = Dataset.load(path)
-    dataset.check_files("`meseta data check`")
+    dataset.check_has_files("`meseta data check`")
     faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
     total = sum(split.num_rows for split in dataset.splits.values())
     num_rows = 0
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-check") as pool:
         for name, split in dataset.splits.items():
-            seen = _Group()
+            seen = _GroupCheck()
             in_split: list[Fault] = []
             for file in split.files:
-                metadata, problems = _open(dataset, file)
+                metadata, problems = _open_file(dataset, file)
                 found: dict[tuple[str, str], Fault] = {}
                 if metadata is not None:
-                    for group in in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
+                    for group in run_in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
                         seen.sums = {key: seen.sums.get(key, 0.0) + more for key, more in group.sums.items()}
-                        seen.known += group.known
+                        seen.label_counts += group.label_counts
                         seen.lookups += group.lookups
                         num_rows += group.num_rows
-                        _merge(found, group.found)
+                        _merge_faults(found, group.faults)
                         if on_rows is not None:
                             on_rows(group.num_rows, total)
                 in_split += [*problems, *found.values()]
@@ -112,61 +112,73 @@ def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -
 def _stray_files(dataset: Dataset) -> Iterator[Fault]:
     """Files that nothing in dataset.json names."""
     named = [file.path for split in dataset.splits.values() for file in split.files]
-    known = {FILE_NAME, RECORD_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
+    known = {
+        DATASET_FILE,
+        PREPARE_RECORD_FILE,
+        STATISTICS_PAGE,
+        *named,
+        *(f.vocabulary for f in dataset.sparse if f.vocabulary),
+    }
     known |= {dataset.touched} if dataset.touched else set()
     present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
     for name in (path.relative_to(dataset.dir).as_posix() for path in present):
         if name not in known:
             yield Fault(
-                object=name, rule=f"files must be named in {FILE_NAME}", value="a stray file", way_out="move it away"
+                object=name, rule=f"files must be named in {DATASET_FILE}", value="a stray file", way_out="move it away"
             )
 
 
-def _open(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
+def _open_file(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
     """The metadata of one file, None where its rows cannot be read as they are; and what is wrong with its frame."""
     try:
-        with open_part(inside(dataset.dir, file.path)) as opened:
+        with open_part(resolve_inside(dataset.dir, file.path)) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
     except PART_ERRORS as error:
-        return None, [_unreadable(file.path, error)]
+        return None, [_unreadable_fault(file.path, error)]
     faults = []
     if metadata.num_rows != file.num_rows:
         faults.append(
-            Fault(object=file.path, rule=f"{FILE_NAME} says {file.num_rows} rows", value=f"{metadata.num_rows}")
+            Fault(object=file.path, rule=f"{DATASET_FILE} says {file.num_rows} rows", value=f"{metadata.num_rows}")
         )
-    columns = columns_of(dataset)
+    columns = dataset_columns(dataset)
     is_readable = True
     for column in columns:
         kinds = [schema.field(place).type for place in schema.get_all_field_indices(column.name)]
-        if len(kinds) != 1 or not column.fits(kinds[0]):
+        if len(kinds) != 1 or not column.accepts_type(kinds[0]):
             found = ", ".join(map(str, kinds)) or "no such column"
             faults.append(
-                Fault(object=f"{file.path}, column {column.name!r}", rule=f"it must hold {column.what}", value=found)
+                Fault(
+                    object=f"{file.path}, column {column.name!r}",
+                    rule=f"it must hold {column.expected_type}",
+                    value=found,
+                )
             )
             is_readable = False
     for name in sorted(set(schema.names) - {column.name for column in columns}):
         faults.append(
-            Fault(object=f"{file.path}, column {name!r}", rule=f"columns must be named in {FILE_NAME}", value="a stray")
+            Fault(
+                object=f"{file.path}, column {name!r}", rule=f"columns must be named in {DATASET_FILE}", value="a stray"
+            )
         )
     return (metadata if is_readable else None), faults
 
 
-def _jobs(dataset: Dataset, file: DataFile, metadata: pq.FileMetaData) -> Iterator[Callable[[], _Group]]:
+def _jobs(dataset: Dataset, file: DataFile, metadata: pq.FileMetaData) -> Iterator[Callable[[], _GroupCheck]]:
     first = 0
     for index in range(metadata.num_row_groups):
         yield lambda index=index, first=first: _check_group(dataset, file.path, metadata, index, first)  # type: ignore[misc]
         first += metadata.row_group(index).num_rows
 
 
-def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: int, first_row: int) -> _Group:
+def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: int, first_row: int) -> _GroupCheck:
     """Look at every value of one row group, which begins with row `first_row` of its file."""
-    group = _Group()
-    columns = columns_of(dataset)
+    group = _GroupCheck()
+    columns = dataset_columns(dataset)
     try:
-        with open_part(inside(dataset.dir, path), metadata, checks_pages=True) as file:
+        with open_part(resolve_inside(dataset.dir, path), metadata, checks_pages=True) as file:
             table = file.read_row_group(index, columns=[column.name for column in columns], use_threads=False)
     except PART_ERRORS as error:
-        group.found["", "read"] = _unreadable(path, error)
+        group.faults["", "read"] = _unreadable_fault(path, error)
         return group
     group.num_rows = table.num_rows
     for column in columns:
@@ -178,35 +190,35 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
             array = array.drop_null()
         nulls = array.null_count + (array.values.null_count if column.is_list else 0)
         if nulls:
-            where = _place(path, column.name, first_row + _first_null(array))
+            where = _locate(path, column.name, first_row + _first_null(array))
             fault = Fault(object=where, rule="there must be no missing values", value="a missing one", count=nulls)
-            group.found[column.name, "null"] = fault
+            group.faults[column.name, "null"] = fault
             continue
         values = (array.flatten() if column.is_list else array).to_numpy()
-        bad = breaks_rule(column, values)
+        bad = find_violations(column, values)
         if bad is not None:
             at = int(np.argmax(bad))
             row = int(np.searchsorted(_offsets(array), at, side="right")) - 1 if column.is_list else at
             row = row if rows is None else int(rows[row])
             fault = Fault(
-                object=_place(path, column.name, first_row + row),
+                object=_locate(path, column.name, first_row + row),
                 rule=column.rule,
                 value=f"{values[at].item():.6g}" if values.dtype.kind == "f" else str(values[at]),
                 count=int(bad.sum()),
             )
-            group.found[column.name, "value"] = fault
+            group.faults[column.name, "value"] = fault
         if column.role == "label":
             group.sums[column.name] = float(values.sum(dtype=np.float64))
-            group.known[column.name] += values.size
+            group.label_counts[column.name] += values.size
         if column.role == "ids":
             group.lookups[column.name] += values.size
     for feature in dataset.sparse:
-        if feature.weighted and not {(feature.name, "null"), (f"{feature.name}.weight", "null")} & group.found.keys():
+        if feature.weighted and not {(feature.name, "null"), (f"{feature.name}.weight", "null")} & group.faults.keys():
             _check_lengths(group, feature, table, path, first_row)
     return group
 
 
-def _check_lengths(group: _Group, feature: SparseFeature, table: pa.Table, path: str, first_row: int) -> None:
+def _check_lengths(group: _GroupCheck, feature: SparseFeature, table: pa.Table, path: str, first_row: int) -> None:
     """Each id has one weight."""
     if not feature.multi_valued or not table.num_rows:
         return
@@ -215,8 +227,8 @@ def _check_lengths(group: _Group, feature: SparseFeature, table: pa.Table, path:
     different = ids != weights
     if different.any():
         row = int(np.argmax(different))
-        group.found[name, "length"] = Fault(
-            object=_place(path, name, first_row + row),
+        group.faults[name, "length"] = Fault(
+            object=_locate(path, name, first_row + row),
             rule="each id must have one weight",
             value=f"{weights[row]} weights for {ids[row]} ids",
             count=int(different.sum()),
@@ -236,30 +248,30 @@ def _first_null(array: pa.Array) -> int:
     return int(np.searchsorted(_offsets(array), inside, side="right")) - 1
 
 
-def _merge(found: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
+def _merge_faults(found: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
     """The first place where a rule is broken, and how often it is in all."""
     for key, fault in more.items():
         found[key] = replace(found[key], count=found[key].count + fault.count) if key in found else fault
 
 
-def _sum_faults(dataset: Dataset, name: str, seen: _Group) -> Iterator[Fault]:
+def _sum_faults(dataset: Dataset, name: str, seen: _GroupCheck) -> Iterator[Fault]:
     """Totals of a whole split against those of dataset.json."""
     split = dataset.splits[name]
     stated = split.positives or {dataset.labels[0]: split.num_positives}
     for label, total in stated.items():
         if label in seen.sums and abs(seen.sums[label] - total) > 1e-6 * max(total, 1.0):
-            rule = f"{FILE_NAME} says that its labels {label!r} add up to {total:.8g}"
+            rule = f"{DATASET_FILE} says that its labels {label!r} add up to {total:.8g}"
             yield Fault(object=f"split {name!r}", rule=rule, value=f"{seen.sums[label]:.8g}")
     for label, number in split.known.items():
-        if label in seen.sums and number != seen.known[label]:
-            rule = f"{FILE_NAME} says that {number} samples have label {label!r}"
-            yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.known[label]))
+        if label in seen.sums and number != seen.label_counts[label]:
+            rule = f"{DATASET_FILE} says that {number} samples have label {label!r}"
+            yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.label_counts[label]))
     for feature in dataset.sparse:
         # A dataset without training rows has the test_lookups of the dataset that it was prepared like.
         test_lookups = feature.test_lookups if "train" in dataset.splits else None
         counted = {"train": feature.statistics, "test": test_lookups}.get(name)
         if counted is not None and counted.num_lookups != seen.lookups[feature.name]:
-            rule = f"{FILE_NAME} says {counted.num_lookups} ids of feature {feature.name!r}"
+            rule = f"{DATASET_FILE} says {counted.num_lookups} ids of feature {feature.name!r}"
             yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.lookups[feature.name]))
 
 
@@ -268,29 +280,29 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
     for feature in dataset.sparse:
         if feature.encoding != "vocabulary":
             continue
-        where = feature.vocabulary or FILE_NAME
+        where = feature.vocabulary or DATASET_FILE
         if feature.vocabulary is None:
             yield Fault(object=where, rule=f"feature {feature.name!r} needs a vocabulary", value="none")
             continue
         try:
-            table = pq.read_table(inside(dataset.dir, feature.vocabulary), columns=["value", "id", "count"])
+            table = pq.read_table(resolve_inside(dataset.dir, feature.vocabulary), columns=["value", "id", "count"])
         except (pa.ArrowException, OSError, KeyError) as error:
-            yield _unreadable(where, error)
+            yield _unreadable_fault(where, error)
             continue
         missing = [name for name in ("value", "id", "count") if name not in table.column_names]
         if missing:
             yield Fault(object=where, rule="it must have the columns value, id and count", value=f"no {missing[0]!r}")
         elif table.num_rows != feature.num_embeddings:
-            rule = f"{FILE_NAME} says {feature.num_embeddings} rows"
+            rule = f"{DATASET_FILE} says {feature.num_embeddings} rows"
             yield Fault(object=where, rule=rule, value=str(table.num_rows))
         elif not np.array_equal(table["id"].to_numpy(), np.arange(table.num_rows)):
             yield Fault(object=where, rule="its ids must be 0, 1, 2, ...", value="others")
         elif table["value"].slice(1).null_count:
             yield Fault(object=where, rule="only row 0 may be without a value", value="others")
         elif feature.vocabulary_digest is not None:
-            digest = digest_of_values(one_chunk(table["value"].slice(1)))
+            digest = values_digest(combine_chunks(table["value"].slice(1)))
             if digest != feature.vocabulary_digest:
-                rule = f"{FILE_NAME} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
+                rule = f"{DATASET_FILE} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
                 yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
 
 
@@ -300,13 +312,15 @@ def _touched_faults(dataset: Dataset) -> Iterator[Fault]:
         read_touched(dataset)
     except MesetaError as error:
         rule = "it must have the bits of the tables of hashed features"
-        yield Fault(object=dataset.touched or FILE_NAME, rule=rule, value=error.reason)
+        yield Fault(object=dataset.touched or DATASET_FILE, rule=rule, value=error.reason)
 
 
-def _place(path: str, column: str, row: int) -> str:
+def _locate(path: str, column: str, row: int) -> str:
     return f"{path}, column {column!r}, row {row}"
 
 
-def _unreadable(path: str, error: Exception) -> Fault:
+def _unreadable_fault(path: str, error: Exception) -> Fault:
     missing = isinstance(error, FileNotFoundError)
-    return Fault(object=path, rule="the file must be readable", value="no such file" if missing else one_line(error))
+    return Fault(
+        object=path, rule="the file must be readable", value="no such file" if missing else error_summary(error)
+    )

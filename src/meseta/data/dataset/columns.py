@@ -10,7 +10,7 @@ import pyarrow as pa
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.weights import WEIGHT_RULE
 
-Role = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
+DataColumnRole = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class DataColumn:
     """One column of the Parquet files."""
 
     name: str
-    role: Role
+    role: DataColumnRole
     is_list: bool = False
     """Whether a sample has a list of values."""
     num_embeddings: int = 0
@@ -27,12 +27,12 @@ class DataColumn:
     """Whether a sample may have no value, which is null in the file."""
 
     @property
-    def what(self) -> str:
+    def expected_type(self) -> str:
         """What it must hold, in words. Other programs than prepare may write files, with numbers of other widths."""
         numbers = "whole numbers" if self.role in ("ids", "group") else "numbers"
         return f"lists of {numbers}" if self.is_list else numbers
 
-    def fits(self, kind: pa.DataType) -> bool:
+    def accepts_type(self, kind: pa.DataType) -> bool:
         """Whether an Arrow type holds that."""
         if self.is_list:
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -56,11 +56,11 @@ class DataColumn:
         }[self.role]
 
 
-def columns_of(dataset: Dataset) -> tuple[DataColumn, ...]:
+def dataset_columns(dataset: Dataset) -> tuple[DataColumn, ...]:
     """Every column that the files of `dataset` have: labels, weight, group, time, dense, ids, weights of ids."""
     masked = dataset.masked_labels
     columns = [DataColumn(name=name, role="label", can_be_missing=name in masked) for name in dataset.label_columns]
-    samples: list[tuple[str | None, Role]] = [
+    samples: list[tuple[str | None, DataColumnRole]] = [
         (dataset.weight, "weight"),
         (dataset.group, "group"),
         (dataset.time, "time"),

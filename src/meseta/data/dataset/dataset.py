@@ -10,37 +10,45 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from meseta.data.delimiter import delimiter_problem
+from meseta.data.delimiter import invalid_delimiter_reason
 from meseta.data.number_format import NumberFormat
-from meseta.errors import doubled, reading_error, shown
-from meseta.machine.files import check_readable, first_alike, inner_fault, inside, json_text, parse_json, read_bounded
-from meseta.spec import MesetaError, Reuse, nearest
+from meseta.errors import duplicates, format_value, reading_error
+from meseta.machine.files import (
+    check_json_limits,
+    first_name_collision,
+    format_json,
+    invalid_relative_path_reason,
+    parse_json,
+    read_bounded,
+    resolve_inside,
+)
+from meseta.spec import MesetaError, Reuse, suggest
 
-FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
-FILE_NAME = "dataset.json"
+DATASET_FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
+DATASET_FILE = "dataset.json"
 SPLITS = ("train", "valid", "test")
 """Splits that `meseta prepare` makes, 'valid' where it is asked for, in the order in which they are written."""
 
 
-def _check_inner(path: str) -> str:
-    if fault := inner_fault(path):
-        raise ValueError(f"{shown(path)} is no name of a file in the folder of the dataset: {fault}")
+def _check_inner_path(path: str) -> str:
+    if fault := invalid_relative_path_reason(path):
+        raise ValueError(f"{format_value(path)} is no name of a file in the folder of the dataset: {fault}")
     return path
 
 
 SourceSplit = Literal["train", "valid", "test", "both"]
 """Where the rows of a file go; 'both': each row by itself, drawn by seed or cut by time."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-InnerPath = Annotated[str, AfterValidator(_check_inner)]
+InnerPath = Annotated[str, AfterValidator(_check_inner_path)]
 
 
-class Record(BaseModel):
+class FrozenRecord(BaseModel):
     """A part of a description: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class DenseFeature(Record):
+class DenseFeature(FrozenRecord):
     name: str
     """Column of the Parquet files, float32."""
     fill: float
@@ -53,7 +61,7 @@ class DenseFeature(Record):
     """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
 
 
-class SparseStatistics(Record):
+class SparseStatistics(FrozenRecord):
     """Counted on the training split."""
 
     num_rows: Count
@@ -68,8 +76,8 @@ class SparseStatistics(Record):
     """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
 
 
-class LookupCounts(Record):
-    """Lookups of a sparse feature in one split, counted as meseta.data.dataset.unseen says."""
+class LookupCounts(FrozenRecord):
+    """Lookups of a sparse feature in one split, counted as meseta.data.dataset.unseen_values says."""
 
     num_lookups: int = Field(ge=1, lt=1 << 53)
     """Ids, over all samples."""
@@ -87,7 +95,7 @@ class LookupCounts(Record):
         return self
 
 
-class SparseEncoding(Record):
+class SparseEncoding(FrozenRecord):
     """How values of a sparse feature became ids."""
 
     name: str
@@ -121,14 +129,14 @@ class SparseFeature(SparseEncoding):
     unseen values cannot be counted."""
 
 
-class DataFile(Record):
+class DataFile(FrozenRecord):
     path: InnerPath
     """Relative to the dataset."""
     num_rows: Count
     """Samples in it."""
 
 
-class Split(Record):
+class Split(FrozenRecord):
     num_rows: Count
     """Samples."""
     num_positives: float = Field(ge=0)
@@ -156,7 +164,7 @@ class Split(Record):
         return self
 
 
-class SourceFile(Record):
+class SourceFile(FrozenRecord):
     path: str
     """As found."""
     split: SourceSplit
@@ -165,7 +173,7 @@ class SourceFile(Record):
     """Samples in it."""
 
 
-class BadRows(Record):
+class BadRows(FrozenRecord):
     """Rows of the raw files that could not be parsed and were left out."""
 
     num_rows: int = Field(ge=0)
@@ -174,13 +182,13 @@ class BadRows(Record):
     """File, line and fault of the first few."""
 
 
-def _check_sign(text: str) -> str:
+def _check_separator(text: str) -> str:
     if not text.isascii() or text in '"\r\n':
-        raise ValueError(f"{shown(text)} must be an ASCII character, and no quote or line end")
+        raise ValueError(f"{format_value(text)} must be an ASCII character, and no quote or line end")
     return text
 
 
-def _check_kind(kind: object) -> object:
+def _check_format_name(kind: object) -> object:
     from meseta.data.formats.registry import FORMATS  # above this module, and the only owner of the names
 
     names = [raw_format.name for raw_format in FORMATS]
@@ -190,24 +198,24 @@ def _check_kind(kind: object) -> object:
     return kind
 
 
-def _check_codec(name: str) -> str:
+def _check_encoding(name: str) -> str:
     from meseta.data.formats.encodings import check_encoding  # above this module
 
     return check_encoding(name)
 
 
 def _check_delimiter(text: str) -> str:
-    if problem := delimiter_problem(text):
-        raise ValueError(f"{shown(text)} {problem}")
+    if problem := invalid_delimiter_reason(text):
+        raise ValueError(f"{format_value(text)} {problem}")
     return text
 
 
 Delimiter = Annotated[str, AfterValidator(_check_delimiter)]
-Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_sign)]
+Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_separator)]
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
-class LabelRule(Record):
+class LabelRule(FrozenRecord):
     """How the numbers in a raw column become a label of 0 and 1, unless they are labels already."""
 
     name: ColumnName
@@ -240,10 +248,10 @@ class LabelRule(Record):
         return self
 
 
-class SourceForm(Record):
+class SourceForm(FrozenRecord):
     """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
 
-    kind: Annotated[str, BeforeValidator(_check_kind)]
+    kind: Annotated[str, BeforeValidator(_check_format_name)]
     """Of the files. 'tsv' is Criteo's."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
     """Names of all labels: columns, except for those with a rule."""
@@ -255,7 +263,7 @@ class SourceForm(Record):
     """CSV: the delimiter of the fields."""
     header: tuple[str, ...] = ()
     """CSV: names of all columns, where files do not begin with them."""
-    encoding: Annotated[str, AfterValidator(_check_codec)] | None = None
+    encoding: Annotated[str, AfterValidator(_check_encoding)] | None = None
     """Text: its encoding; `None`: categories are bytes, whatever they encode, as former versions took them."""
     whole_numbers: tuple[ColumnName, ...] = ()
     """Raw columns in which every spelling of a whole number is one value; in others, as of former versions, each
@@ -270,7 +278,7 @@ class SourceForm(Record):
     """Feature -> the sign before its weights in CSV, or the column that holds them in Parquet."""
 
 
-class TeacherMetrics(Record):
+class TeacherMetrics(FrozenRecord):
     """The best reachable metrics on the test split, where the data are synthetic."""
 
     auc: float
@@ -279,10 +287,10 @@ class TeacherMetrics(Record):
     """Normalised entropy of the true probabilities."""
 
 
-class Dataset(Record):
+class Dataset(FrozenRecord):
     """A directory written by `meseta prepare`, described by its dataset.json."""
 
-    format: Literal["meseta.dataset/1"] = FORMAT
+    format: Literal["meseta.dataset/1"] = DATASET_FORMAT
     """Version of this description."""
     labels: tuple[str, ...] = Field(default=("label",), min_length=1)
     """Columns of the labels, float32, 0 to 1. A single one is called 'label', whatever its name in the sources."""
@@ -327,12 +335,12 @@ class Dataset(Record):
     source_form: SourceForm | None = None
     """For further rows of the same kind; None where it was not kept. Labels may have been changed by others since."""
     touched: InnerPath | None = None
-    """Parquet file with the rows of hashed features that training looks up, see meseta.data.dataset.touched; None:
+    """Parquet file with the rows of hashed features that training looks up, see meseta.data.dataset.touched_rows; None:
     unknown."""
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, by which rows are made from the raw files as they are read, see meseta.data.recipe; None:
     they lie in the files of the splits."""
-    may_lack_labels: bool = Field(default=False, exclude=True)
+    can_lack_labels: bool = Field(default=False, exclude=True)
     """Whether samples may lack labels though no split says so, as new rows that nobody has counted; not part of the
     file."""
     dir: Path = Field(default=Path(), exclude=True)
@@ -346,7 +354,7 @@ class Dataset(Record):
     @property
     def masked_labels(self) -> tuple[str, ...]:
         """The labels that some samples lack: null in the Parquet files."""
-        if self.may_lack_labels:
+        if self.can_lack_labels:
             return self.label_columns
         short = [split for split in self.splits.values() if split.known]
         return tuple(
@@ -372,7 +380,7 @@ class Dataset(Record):
             return self.splits["train"].num_rows
         return max((feature.statistics.num_rows for feature in self.sparse), default=0)
 
-    def check_labels(self) -> None:
+    def check_has_labels(self) -> None:
         """Raise MesetaError where the rows have no labels."""
         if not self.has_labels:
             raise MesetaError(
@@ -380,7 +388,7 @@ class Dataset(Record):
                 "`meseta predict` gives its rows predictions"
             )
 
-    def check_files(self, what: str) -> None:
+    def check_has_files(self, what: str) -> None:
         """Raise MesetaError where the rows lie in no files: `what` reads these."""
         if self.recipe is not None:
             raise MesetaError(
@@ -399,7 +407,7 @@ class Dataset(Record):
             if name not in self.labels:
                 raise MesetaError(
                     f"data.labels names {name!r}, which is no label of dataset {str(self.dir)!r}; "
-                    f"{nearest(name, self.labels)}"
+                    f"{suggest(name, self.labels)}"
                 )
             if names.count(name) > 1:
                 raise MesetaError(f"data.labels names {name!r} {names.count(name)} times; name each label once")
@@ -412,7 +420,7 @@ class Dataset(Record):
     @model_validator(mode="after")
     def _check(self) -> Dataset:
         columns = self.columns if self.time is None else [*self.columns, self.time]
-        twice = doubled(columns)
+        twice = duplicates(columns)
         if twice:
             raise ValueError(f"column {sorted(twice)[0]!r} is named twice")
         files = [file.path for split in self.splits.values() for file in split.files]
@@ -422,10 +430,10 @@ class Dataset(Record):
             self._check_form(self.source_form)
         for name, split in self.splits.items():
             if split.files and self.recipe is not None:
-                raise ValueError(f"split {shown(name)} has files, and a recipe makes its rows")
+                raise ValueError(f"split {format_value(name)} has files, and a recipe makes its rows")
             if not split.files and split.num_rows and self.recipe is None:
-                raise ValueError(f"split {shown(name)}: its files hold 0 rows, but num_rows is {split.num_rows}")
-        if alike := first_alike([FILE_NAME, *files, *dict.fromkeys(vocabularies)]):
+                raise ValueError(f"split {format_value(name)}: its files hold 0 rows, but num_rows is {split.num_rows}")
+        if alike := first_name_collision([DATASET_FILE, *files, *dict.fromkeys(vocabularies)]):
             raise ValueError(f"files {alike[0]!r} and {alike[1]!r} are one, or to file systems that ignore case")
         return self
 
@@ -433,20 +441,24 @@ class Dataset(Record):
         names = {feature.name for feature in self.sparse}
         for name in (*form.separators, *form.weights):
             if name not in names:
-                raise ValueError(f"source_form tells how values of {shown(name)} are written, which is no feature")
-        if not self.can_come_from(form.labels):
-            raise ValueError(f"source_form.labels are {shown(form.labels)}, which are no columns of these labels")
+                raise ValueError(
+                    f"source_form tells how values of {format_value(name)} are written, which is no feature"
+                )
+        if not self.accepts_source_labels(form.labels):
+            raise ValueError(
+                f"source_form.labels are {format_value(form.labels)}, which are no columns of these labels"
+            )
 
-    def can_come_from(self, labels: Sequence[str]) -> bool:
+    def accepts_source_labels(self, labels: Sequence[str]) -> bool:
         """Whether these are columns of its labels in the raw files; it may have been reduced to some of them."""
         known = ("label",) if len(labels) == 1 else labels
         return set(self.labels) <= set(known) and self.label_source in (None, *labels)
 
-    def place(self, path: str) -> Path:
+    def resolve_file(self, path: str) -> Path:
         """Where a file of this description is. Raises MesetaError where it is missing, no regular file, or led out of
         the folder by a link."""
         try:
-            return inside(self.dir, path)
+            return resolve_inside(self.dir, path)
         except OSError as error:
             reason = f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror})"
             raise reading_error(error, reason, "prepare the dataset again") from None
@@ -455,12 +467,12 @@ class Dataset(Record):
     def load(path: str | Path) -> Dataset:
         """Read `path`/dataset.json. Raises MesetaError where it is missing, not JSON or not valid."""
         path = Path(path)
-        file = path / FILE_NAME
+        file = path / DATASET_FILE
         try:
-            document = parse_json(read_bounded(inside(path, FILE_NAME)))
+            document = parse_json(read_bounded(resolve_inside(path, DATASET_FILE)))
         except OSError as error:
             way_out = f"make it with `meseta prepare SOURCE... --out {path}`"
-            text = f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); {way_out}"
+            text = f"dataset {str(path)!r}: cannot read {DATASET_FILE} ({error.strerror}); {way_out}"
             raise reading_error(error, text) from None
         except ValueError as error:
             raise MesetaError(f"{str(file)!r} is not JSON: {error}; prepare the dataset again") from None
@@ -469,10 +481,12 @@ class Dataset(Record):
     @staticmethod
     def from_dict(document: Any, dir: str | Path = "") -> Dataset:
         """Check plain data against this description. Raises MesetaError naming the key, the rule and the value."""
-        where = f"dataset {str(dir)!r}: {FILE_NAME}"
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
+        where = f"dataset {str(dir)!r}: {DATASET_FILE}"
+        if not isinstance(document, dict) or document.get("format") != DATASET_FORMAT:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
-            raise MesetaError(f"{where}: format must be {FORMAT!r}, got {shown(found)}; prepare the dataset again")
+            raise MesetaError(
+                f"{where}: format must be {DATASET_FORMAT!r}, got {format_value(found)}; prepare the dataset again"
+            )
         # Before there could be several labels, their column stood there as "label": "label".
         document = {key: value for key, value in document.items() if (key, value) != ("label", "label")}
         try:
@@ -481,7 +495,7 @@ class Dataset(Record):
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            name = key if key.isprintable() and len(key) < 100 else shown(key)
+            name = key if key.isprintable() and len(key) < 100 else format_value(key)
             raise MesetaError(f"{where}: {name or 'document'}: {problem['msg']}; prepare the dataset again") from None
         return dataset
 
@@ -500,17 +514,17 @@ class Dataset(Record):
 
     def save(self, dir: str | Path) -> None:
         """Write `dir`/dataset.json. Raises MesetaError if `load` would refuse its size."""
-        text = json_text(self.to_dict())
+        text = format_json(self.to_dict())
         try:
-            check_readable(text.encode())
+            check_json_limits(text.encode())
         except ValueError as error:
             raise MesetaError(
-                f"dataset {str(dir)!r}: {FILE_NAME} would not be read again: {error}; prepare fewer columns or files"
+                f"dataset {str(dir)!r}: {DATASET_FILE} would not be read again: {error}; prepare fewer columns or files"
             ) from None
-        (Path(dir) / FILE_NAME).write_text(text)
+        (Path(dir) / DATASET_FILE).write_text(text)
 
     def split(self, name: str) -> Split:
         """The split called `name`; MesetaError where there is none."""
         if name not in self.splits:
-            raise MesetaError(f"dataset {str(self.dir)!r} has no split {name!r}; {nearest(name, self.splits)}")
+            raise MesetaError(f"dataset {str(self.dir)!r} has no split {name!r}; {suggest(name, self.splits)}")
         return self.splits[name]

@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset, DenseFeature, SparseFeature
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
-from meseta.data.dataset.vocabulary import read_values
-from meseta.data.raw_rows import signed_exp, signed_log
-from meseta.errors import one_line
-from meseta.machine.files import inside
+from meseta.data.dataset.vocabulary import read_vocabulary_values
+from meseta.data.raw_rows import signed_expm1, signed_log1p
+from meseta.errors import error_summary
+from meseta.machine.files import resolve_inside
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, Reuse
 
 NUM_BINS = 24
-NUM_TOP = 5
+NUM_TOP_IDS = 5
 TOP_10 = 10
 TOP_100 = 100
 
-OnShare = Callable[[float], None]
+RowsReadCallback = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class ValueSummary:
     """Numbers of one column."""
 
     mean: float
@@ -43,7 +43,7 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitFigures:
+class SplitSummary:
     """Rows, and what belongs to them, of one split."""
 
     num_rows: int
@@ -51,7 +51,7 @@ class SplitFigures:
     """Sum of each label."""
     base_rates: dict[str, float | None]
     """Mean of each label over the samples that have it; None if there are none."""
-    weights: Values | None
+    weights: ValueSummary | None
     """Of the samples; None where they have none."""
     num_groups: int | None
     """Distinct keys of groups; None where there are none."""
@@ -62,11 +62,11 @@ class SplitFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseFigures:
+class DenseSummary:
     """One dense feature over all splits, in the unit of the source: the scaling of `meseta prepare` is undone."""
 
     name: str
-    values: Values
+    values: ValueSummary
     """`share_zero` counts what prepare takes for zero too: missing values and, unless signed, those below zero."""
     bins: tuple[int, ...]
     """Values in equal intervals of log(1 + x), below zero of -log(1 - x), from the smallest to the largest [24]."""
@@ -75,7 +75,7 @@ class DenseFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopId:
+class FrequentId:
     """One of the most frequent ids."""
 
     id: int
@@ -86,7 +86,7 @@ class TopId:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseFigures:
+class SparseSummary:
     """One sparse feature, in the training split unless said otherwise."""
 
     name: str
@@ -102,7 +102,7 @@ class SparseFigures:
     max_pooling_factor: int
     share_empty: float
     """Samples without an id."""
-    top: tuple[TopId, ...]
+    top: tuple[FrequentId, ...]
     """The five most frequent ids; among equals, the smaller id first."""
     top_shares: tuple[float, float, float]
     """Share of the lookups that the most frequent id takes, the 10, and the 100 most frequent ones."""
@@ -117,12 +117,12 @@ class SparseFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class DatasetSummary:
     """What `describe` found."""
 
-    splits: dict[str, SplitFigures]
-    dense: tuple[DenseFigures, ...]
-    sparse: tuple[SparseFigures, ...]
+    splits: dict[str, SplitSummary]
+    dense: tuple[DenseSummary, ...]
+    sparse: tuple[SparseSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the reuse histograms, which dataset.json has, are left out."""
@@ -132,17 +132,17 @@ class Description:
         return document
 
 
-def describe(dataset: Dataset, on_rows: OnShare | None = None) -> Description:
+def describe(dataset: Dataset, on_rows: RowsReadCallback | None = None) -> DatasetSummary:
     """Read all of `dataset` and count.
 
     Memory holds, per core, 4 bytes for each table row that occurs, or 8 for each group. `on_rows` is called with the
     rows read since the last call, a column counting as its share of a row. Raises MesetaError for files that cannot be
     read, for ids outside their table and for a recipe; `meseta data check` says all that is wrong.
     """
-    dataset.check_files("`meseta data stats`")
-    jobs: list[Callable[[], Any]] = [partial(_sparse_figures, dataset, feature) for feature in dataset.sparse]
-    jobs += [partial(_dense_figures, dataset, feature) for feature in dataset.dense]
-    jobs += [partial(_split_figures, dataset, name) for name in dataset.splits]
+    dataset.check_has_files("`meseta data stats`")
+    jobs: list[Callable[[], Any]] = [partial(_summarize_sparse, dataset, feature) for feature in dataset.sparse]
+    jobs += [partial(_summarize_dense, dataset, feature) for feature in dataset.dense]
+    jobs += [partial(_summarize_split, dataset, name) for name in dataset.splits]
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-stats") as pool:
         try:
@@ -154,36 +154,36 @@ def describe(dataset: Dataset, on_rows: OnShare | None = None) -> Description:
         finally:
             pool.shutdown(cancel_futures=True)
     results: Iterator[Any] = (future.result() for future in futures)
-    return Description(
+    return DatasetSummary(
         sparse=tuple(next(results) for _ in dataset.sparse),
         dense=tuple(next(results) for _ in dataset.dense),
         splits={name: next(results) for name in dataset.splits},
     )
 
 
-def _read(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
+def _read_column(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
     """One column of a split, row group by row group."""
     for file in dataset.splits[split].files if split in dataset.splits else ():
         path = dataset.dir / file.path
         try:
-            with open_part(inside(dataset.dir, file.path)) as opened:
+            with open_part(resolve_inside(dataset.dir, file.path)) as opened:
                 for index in range(opened.metadata.num_row_groups):
                     table = opened.read_row_group(index, columns=[column], use_threads=False)
                     yield from table.column(column).chunks
         except (*PART_ERRORS, KeyError) as error:
-            reason = one_line(error)
+            reason = error_summary(error)
             raise MesetaError(
                 f"dataset file {str(path)!r}: column {column!r} cannot be read ({reason}); "
                 f"`meseta data check {dataset.dir}` says all that is wrong"
             ) from None
 
 
-def _numbers(dataset: Dataset, split: str, column: str) -> Iterator[NDArray[np.float64]]:
-    for array in _read(dataset, split, column):
+def _read_numbers(dataset: Dataset, split: str, column: str) -> Iterator[NDArray[np.float64]]:
+    for array in _read_column(dataset, split, column):
         yield array.to_numpy(zero_copy_only=False).astype(np.float64)
 
 
-class _Sums:
+class _RunningSums:
     """Values of one column, added up block by block."""
 
     def __init__(self) -> None:
@@ -205,12 +205,12 @@ class _Sums:
         self.squares += float(away @ away)
         self.min, self.max = min(self.min, float(values.min())), max(self.max, float(values.max()))
 
-    def result(self) -> Values:
+    def result(self) -> ValueSummary:
         """Zeros where there was no value."""
         if not self.count:
-            return Values(mean=0.0, std=0.0, min=0.0, max=0.0, share_zero=0.0)
+            return ValueSummary(mean=0.0, std=0.0, min=0.0, max=0.0, share_zero=0.0)
         mean = self.total / self.count
-        return Values(
+        return ValueSummary(
             mean=self._shift + mean,
             std=math.sqrt(max(self.squares / self.count - mean * mean, 0.0)),
             min=self.min,
@@ -219,19 +219,21 @@ class _Sums:
         )
 
 
-def _split_figures(dataset: Dataset, name: str) -> SplitFigures:
-    weights, times = _Sums(), _Sums()
+def _summarize_split(dataset: Dataset, name: str) -> SplitSummary:
+    weights, times = _RunningSums(), _RunningSums()
     if dataset.weight is not None:
-        for values in _numbers(dataset, name, dataset.weight):
+        for values in _read_numbers(dataset, name, dataset.weight):
             weights.add(values, int((values == 0).sum()))
     if dataset.time is not None:
-        for values in _numbers(dataset, name, dataset.time):
+        for values in _read_numbers(dataset, name, dataset.time):
             times.add(values[np.isfinite(values)], 0)
     sizes = _group_sizes(dataset, name)
     split = dataset.splits[name]
-    sums = {label: sum(float(np.nansum(v)) for v in _numbers(dataset, name, label)) for label in dataset.label_columns}
+    sums = {
+        label: sum(float(np.nansum(v)) for v in _read_numbers(dataset, name, label)) for label in dataset.label_columns
+    }
     known = {label: split.known.get(label, split.num_rows) for label in sums}
-    return SplitFigures(
+    return SplitSummary(
         num_rows=split.num_rows,
         labels=sums,
         base_rates={label: total / known[label] if known[label] else None for label, total in sums.items()},
@@ -249,40 +251,40 @@ def _group_sizes(dataset: Dataset, split: str) -> NDArray[np.int64] | None:
     keys, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
     waiting: list[tuple[NDArray[Any], NDArray[Any]]] = []
     num_waiting = 0
-    for array in _read(dataset, split, dataset.group):
+    for array in _read_column(dataset, split, dataset.group):
         waiting.append(np.unique(array.to_numpy(zero_copy_only=False), return_counts=True))
         num_waiting += waiting[-1][0].size
         if num_waiting > max(keys.size, 1 << 20):
-            keys, sizes = _merged([(keys, sizes), *waiting])
+            keys, sizes = _merge_counts([(keys, sizes), *waiting])
             waiting, num_waiting = [], 0
-    return _merged([(keys, sizes), *waiting])[1]
+    return _merge_counts([(keys, sizes), *waiting])[1]
 
 
-def _merged(parts: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _merge_counts(parts: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     keys, places = np.unique(np.concatenate([part[0] for part in parts]), return_inverse=True)
     sizes = np.zeros(keys.size, np.int64)
     np.add.at(sizes, places, np.concatenate([part[1] for part in parts]))
     return keys, sizes
 
 
-def _dense_figures(dataset: Dataset, feature: DenseFeature) -> DenseFigures:
+def _summarize_dense(dataset: Dataset, feature: DenseFeature) -> DenseSummary:
     """Two passes: the bins need the extremes."""
-    raw, scaled = _Sums(), {name: _Sums() for name in dataset.splits}
+    raw, scaled = _RunningSums(), {name: _RunningSums() for name in dataset.splits}
     for name in dataset.splits:
-        for stored in _numbers(dataset, name, feature.name):
-            logs = _undo(feature, stored)
+        for stored in _read_numbers(dataset, name, feature.name):
+            logs = _unscale(feature, stored)
             scaled[name].add(stored, 0)
-            raw.add(signed_exp(logs), int((logs == 0).sum()))
+            raw.add(signed_expm1(logs), int((logs == 0).sum()))
     values = raw.result()
     bins = np.zeros(NUM_BINS, np.int64)
-    low, high = signed_log(np.array([values.min, values.max])).tolist()
+    low, high = signed_log1p(np.array([values.min, values.max])).tolist()
     for name in dataset.splits if high > low else ():
-        for stored in _numbers(dataset, name, feature.name):
-            places = (_undo(feature, stored) - low) * (NUM_BINS / (high - low))
+        for stored in _read_numbers(dataset, name, feature.name):
+            places = (_unscale(feature, stored) - low) * (NUM_BINS / (high - low))
             bins += np.bincount(np.clip(places.astype(np.int64), 0, NUM_BINS - 1), minlength=NUM_BINS)
-    train, test = scaled.get("train", _Sums()), scaled.get("test", _Sums())
+    train, test = scaled.get("train", _RunningSums()), scaled.get("test", _RunningSums())
     is_comparable = train.count and test.count
-    return DenseFigures(
+    return DenseSummary(
         name=feature.name,
         values=values,
         bins=tuple(bins.tolist()),
@@ -290,7 +292,7 @@ def _dense_figures(dataset: Dataset, feature: DenseFeature) -> DenseFigures:
     )
 
 
-def _undo(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.float64]:
+def _unscale(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.float64]:
     """Logarithms of the values as they came; exactly 0 for what prepare wrote for 0."""
     zero = np.float32(-feature.mean / feature.std)
     logs = stored * feature.std + feature.mean
@@ -299,11 +301,11 @@ def _undo(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.floa
     return np.where(stored <= zero, 0.0, np.maximum(logs, 0.0))
 
 
-def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:
+def _summarize_sparse(dataset: Dataset, feature: SparseFeature) -> SparseSummary:
     counts = np.zeros(feature.num_embeddings, np.uint32)  # pages that no id touches are never given memory
     num_rows, num_lookups, longest, num_empty = 0, 0, 0, 0
-    for array in _read(dataset, "train", feature.name):
-        ids, lengths = _ids(dataset, feature, array)
+    for array in _read_column(dataset, "train", feature.name):
+        ids, lengths = _read_ids(dataset, feature, array)
         uniques, times = np.unique(ids, return_counts=True)
         counts[uniques] += times.astype(np.uint32)
         num_rows += len(array)
@@ -316,9 +318,9 @@ def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:
     shares = [
         float(falling[min(n, falling.size) - 1]) / num_lookups if num_lookups else 0.0 for n in (1, TOP_10, TOP_100)
     ]
-    unseen_lookups, unseen_uniques = _unseen(dataset, feature, counts)
-    names = _names(dataset, feature, order[:NUM_TOP])
-    return SparseFigures(
+    unseen_lookups, unseen_uniques = _unseen_shares(dataset, feature, counts)
+    names = _vocabulary_values(dataset, feature, order[:NUM_TOP_IDS])
+    return SparseSummary(
         name=feature.name,
         num_embeddings=feature.num_embeddings,
         num_lookups=num_lookups,
@@ -328,7 +330,8 @@ def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:
         max_pooling_factor=longest if feature.multi_valued else min(num_rows, 1),
         share_empty=num_empty / max(num_rows, 1),
         top=tuple(
-            TopId(id=int(i), value=name, count=int(counts[i])) for i, name in zip(order[:NUM_TOP], names, strict=True)
+            FrequentId(id=int(i), value=name, count=int(counts[i]))
+            for i, name in zip(order[:NUM_TOP_IDS], names, strict=True)
         ),
         top_shares=(shares[0], shares[1], shares[2]),
         num_half=int(np.searchsorted(falling, num_lookups / 2)) + 1 if num_lookups else 0,
@@ -338,7 +341,7 @@ def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:
     )
 
 
-def _ids(
+def _read_ids(
     dataset: Dataset, feature: SparseFeature, array: pa.Array
 ) -> tuple[NDArray[np.integer], NDArray[np.int64] | None]:
     """The ids of one row group, and how many each sample has; None: one."""
@@ -351,12 +354,14 @@ def _ids(
     return ids, np.diff(array.offsets.to_numpy()).astype(np.int64) if feature.multi_valued else None
 
 
-def _unseen(dataset: Dataset, feature: SparseFeature, counts: NDArray[np.uint32]) -> tuple[float | None, float | None]:
+def _unseen_shares(
+    dataset: Dataset, feature: SparseFeature, counts: NDArray[np.uint32]
+) -> tuple[float | None, float | None]:
     """Shares of the test split's lookups, and of its distinct ids, that are not in `counts`."""
     seen = np.zeros(counts.size, bool)
     num_lookups, num_new = 0, 0
-    for array in _read(dataset, "test", feature.name):
-        ids, _ = _ids(dataset, feature, array)
+    for array in _read_column(dataset, "test", feature.name):
+        ids, _ = _read_ids(dataset, feature, array)
         num_lookups += ids.size
         num_new += int((counts[ids] == 0).sum())
         seen[ids] = True
@@ -365,12 +370,12 @@ def _unseen(dataset: Dataset, feature: SparseFeature, counts: NDArray[np.uint32]
     return num_new / num_lookups, int((seen & (counts == 0)).sum()) / int(seen.sum())
 
 
-def _names(dataset: Dataset, feature: SparseFeature, ids: NDArray[np.int64]) -> list[str | None]:
+def _vocabulary_values(dataset: Dataset, feature: SparseFeature, ids: NDArray[np.int64]) -> list[str | None]:
     """What the vocabulary calls these ids."""
     if feature.vocabulary is None:
         return [None] * ids.size
     try:
-        values = read_values(dataset.dir, feature).take(pa.array(ids)).to_pylist()
+        values = read_vocabulary_values(dataset.dir, feature).take(pa.array(ids)).to_pylist()
     except IndexError:
         raise MesetaError(
             f"vocabulary {feature.vocabulary!r} lacks ids of feature {feature.name!r}; "

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meseta.data.dataset.dataset import FILE_NAME, Dataset, DenseFeature, LabelRule, Record, SparseEncoding
-from meseta.data.dataset.vocabulary import digest_of_values, read_values
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset, DenseFeature, FrozenRecord, LabelRule, SparseEncoding
+from meseta.data.dataset.vocabulary import read_vocabulary_values, values_digest
 from meseta.spec import MesetaError
 
-_PARTS = {
+_PART_NAMES = {
     "fill": "fill value",
     "signed": "treatment of negative values",
     "mean": "mean",
@@ -26,12 +26,12 @@ _PARTS = {
     "vocabulary_digest": "vocabulary",
 }
 """Keys of a column in words, what tells most first."""
-_SAME = {True: "one value", False: "two values"}
-_SHOWN = 40
+_SPELLING_TEXTS = {True: "one value", False: "two values"}
+_MAX_SHOWN_CHARACTERS = 40
 """Characters of a value that a message shows."""
 
 
-class Encoding(Record):
+class DatasetEncoding(FrozenRecord):
     """What a run keeps of the data that it was trained on; equal ones give the same numbers to the same values."""
 
     labels: tuple[str, ...]
@@ -48,14 +48,14 @@ class Encoding(Record):
     """In the order of the batch's keys."""
 
     @staticmethod
-    def of(dataset: Dataset) -> Encoding:
+    def from_dataset(dataset: Dataset) -> DatasetEncoding:
         """That of a dataset, whose files are not looked at."""
         keys = SparseEncoding.model_fields
         sparse = [SparseEncoding(**{key: getattr(feature, key) for key in keys}) for feature in dataset.sparse]
         form = dataset.source_form
         rules = [] if form is None else form.label_rules
         made_of = {name for feature in dataset.sparse for name in feature.made_of or (feature.name,)}
-        return Encoding(
+        return DatasetEncoding(
             labels=dataset.labels,
             label_source=dataset.label_source,
             label_rules=tuple(rule for rule in rules if rule.name in (*dataset.labels, dataset.label_source)),
@@ -69,10 +69,10 @@ class Encoding(Record):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @staticmethod
-    def from_dict(document: Any, where: str) -> Encoding:
+    def from_dict(document: Any, where: str) -> DatasetEncoding:
         """Undo `to_dict`. Raises MesetaError, which begins with `where`, for anything else."""
         try:
-            return Encoding.model_validate(document)
+            return DatasetEncoding.model_validate(document)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
@@ -85,21 +85,21 @@ def with_vocabulary_digests(dataset: Dataset) -> Dataset:
     for place, feature in enumerate(sparse):
         if feature.encoding == "vocabulary" and feature.vocabulary and feature.vocabulary_digest is None:
             try:
-                digest = digest_of_values(read_values(dataset.dir, feature)[1:])
+                digest = values_digest(read_vocabulary_values(dataset.dir, feature)[1:])
             except MesetaError:
                 continue
             sparse[place] = feature.model_copy(update={"vocabulary_digest": digest})
     return dataset.model_copy(update={"sparse": tuple(sparse)})
 
 
-def difference(before: Encoding, now: Encoding) -> str | None:
+def encoding_difference(before: DatasetEncoding, now: DatasetEncoding) -> str | None:
     """The first difference in words, with the number of others; None where there is none. What one of both did not
     keep is taken to be equal, see `unknown`."""
-    found = [*_of_labels(before, now), *_of_columns("dense column", before.dense, now.dense)]
-    found += _of_columns("sparse feature", before.sparse, now.sparse)
+    found = [*_label_differences(before, now), *_column_differences("dense column", before.dense, now.dense)]
+    found += _column_differences("sparse feature", before.sparse, now.sparse)
     found += [
-        f"column {name!r}, in which 12 and 12.0 were {_SAME[name in before.whole_numbers]} and are "
-        f"{_SAME[name in now.whole_numbers]} now"
+        f"column {name!r}, in which 12 and 12.0 were {_SPELLING_TEXTS[name in before.whole_numbers]} and are "
+        f"{_SPELLING_TEXTS[name in now.whole_numbers]} now"
         for name in sorted({*before.whole_numbers} ^ {*now.whole_numbers})
     ]
     if not found:
@@ -107,7 +107,7 @@ def difference(before: Encoding, now: Encoding) -> str | None:
     return found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1:,} other differences)"
 
 
-def unknown(before: Encoding, now: Encoding) -> list[str]:
+def uncomparable_parts(before: DatasetEncoding, now: DatasetEncoding) -> list[str]:
     """What cannot be compared, since one of both did not keep it: by older versions, or without the files."""
     found = []
     if before.labels == now.labels and (before.label_source is None) != (now.label_source is None):
@@ -121,16 +121,16 @@ def unknown(before: Encoding, now: Encoding) -> list[str]:
     return found
 
 
-def other_rows(before: Dataset, now: Dataset) -> str | None:
+def row_difference(before: Dataset, now: Dataset) -> str | None:
     """What tells that two datasets of one encoding hold other rows, in words: their files and numbers, and what was
     counted of them; None where nothing does. A recipe has no files, and gives the rows that others have in theirs."""
     if before.recipe or now.recipe:
         before, now = (_without_files(dataset) for dataset in (before, now))
     for name in ("splits", "weight", "group"):
         if getattr(before, name) != getattr(now, name):
-            return f"other rows, as {name} in {FILE_NAME} tells"
+            return f"other rows, as {name} in {DATASET_FILE} tells"
     counted = ({feature.name: feature.statistics for feature in dataset.sparse} for dataset in (before, now))
-    return f"other rows, as statistics in {FILE_NAME} tells" if next(counted) != next(counted) else None
+    return f"other rows, as statistics in {DATASET_FILE} tells" if next(counted) != next(counted) else None
 
 
 def _without_files(dataset: Dataset) -> Dataset:
@@ -138,25 +138,25 @@ def _without_files(dataset: Dataset) -> Dataset:
     return dataset.model_copy(update={"splits": splits})
 
 
-def _of_labels(before: Encoding, now: Encoding) -> Iterator[str]:
+def _label_differences(before: DatasetEncoding, now: DatasetEncoding) -> Iterator[str]:
     if before.labels != now.labels:
-        yield f"labels, which were {_shown(before.labels)} and are {_shown(now.labels)} now"
+        yield f"labels, which were {_format_value(before.labels)} and are {_format_value(now.labels)} now"
     elif None not in (before.label_source, now.label_source) and before.label_source != now.label_source:
         yield f"label, which was column {before.label_source!r} and is {now.label_source!r} now"
     rules, rules_now = ({rule.name: rule for rule in encoding.label_rules} for encoding in (before, now))
     for name in [name for name in {**rules, **rules_now} if rules.get(name) != rules_now.get(name)][:1]:
-        one, other = (_rule(name, of_encoding.get(name)) for of_encoding in (rules, rules_now))
+        one, other = (_describe_rule(name, of_encoding.get(name)) for of_encoding in (rules, rules_now))
         yield f"label {name!r}, which was {one} and is {other} now"
 
 
-def _rule(name: str, rule: LabelRule | None) -> str:
+def _describe_rule(name: str, rule: LabelRule | None) -> str:
     """How a label is made, in words."""
     if rule is None:
         return f"column {name!r}"
     return "made from -1 and 1" if rule.is_signed else rule.condition
 
 
-def _of_columns(
+def _column_differences(
     kind: str, before: Sequence[DenseFeature | SparseEncoding], now: Sequence[DenseFeature | SparseEncoding]
 ) -> Iterator[str]:
     """Differences of columns of one kind; their places are compared where all are there."""
@@ -167,10 +167,10 @@ def _of_columns(
         place, (was, now_there) = _first_change(mine, theirs)
         yield f"order of the {kind}s: number {place} was {was!r} and is {now_there!r} now"
     for name in [name for name in mine if name in theirs]:
-        for key in (key for key in _PARTS if key in type(mine[name]).model_fields):
+        for key in (key for key in _PART_NAMES if key in type(mine[name]).model_fields):
             one, other = getattr(mine[name], key), getattr(theirs[name], key)
             if one != other and not (key == "vocabulary_digest" and None in (one, other)):
-                yield f"{kind} {name!r}: {_change(key, one, other)}"
+                yield f"{kind} {name!r}: {_describe_change(key, one, other)}"
 
 
 def _first_change(before: Iterable[Any], now: Iterable[Any]) -> tuple[int, tuple[Any, Any]]:
@@ -179,7 +179,7 @@ def _first_change(before: Iterable[Any], now: Iterable[Any]) -> tuple[int, tuple
     return next((place, pair) for place, pair in pairs if pair[0] != pair[1])
 
 
-def _change(key: str, one: Any, other: Any) -> str:
+def _describe_change(key: str, one: Any, other: Any) -> str:
     """What became of a key."""
     if key == "vocabulary_digest":
         return f"vocabulary, whose SHA-256 was {one[:8]}... and is {other[:8]}... now"
@@ -188,10 +188,10 @@ def _change(key: str, one: Any, other: Any) -> str:
             return f"buckets, whose boundaries were {len(one):,} and are {len(other):,} now"
         place, (one, other) = _first_change(one, other)
         return f"buckets, whose boundary {place} was {one!r} and is {other!r} now"
-    return f"{_PARTS[key]}, which was {_shown(one)} and is {_shown(other)} now"
+    return f"{_PART_NAMES[key]}, which was {_format_value(one)} and is {_format_value(other)} now"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         value = ", ".join(map(str, value))
-    return repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
+    return repr(value) if len(repr(value)) <= _MAX_SHOWN_CHARACTERS else f"{repr(value)[:_MAX_SHOWN_CHARACTERS]}..."

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from meseta.data.dataset.dataset import DenseFeature, SourceForm, SparseFeature
 from meseta.data.dataset.statistics import FeatureStatistics, Moments
-from meseta.data.dataset.unseen import LookupCounter
+from meseta.data.dataset.unseen_values import LookupCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.formats.format import RawFormat
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.machine.files import DOCUMENT_BYTES, DOCUMENT_VALUES, count_values
+from meseta.machine.files import MAX_DOCUMENT_BYTES, MAX_DOCUMENT_VALUES, count_json_values
 from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tables:
+class FeatureTables:
     """How the sparse features become rows of tables."""
 
     num_embeddings: Mapping[str, int]
@@ -30,37 +30,43 @@ class Tables:
     """Counters of the test split, for the features whose unseen values can be counted."""
 
 
-DENSE_VALUES, SPARSE_VALUES, SOURCE_VALUES = 8, 80, 4
+MAX_DENSE_VALUES, MAX_SPARSE_VALUES, MAX_SOURCE_VALUES = 8, 80, 4
 """Most values of a feature, or of a source, in dataset.json, as its reader counts them. Boundaries are extra."""
-DENSE_BYTES, SPARSE_BYTES, SOURCE_BYTES, BOUNDARY_BYTES = 256, 2048, 128, 32
+MAX_DENSE_BYTES, MAX_SPARSE_BYTES, MAX_SOURCE_BYTES, MAX_BOUNDARY_BYTES = 256, 2048, 128, 32
 """Most bytes, without names."""
-MAX_NAMINGS = 4
+MAX_NAME_OCCURRENCES = 4
 """Times that dataset.json may hold the name of a column."""
-OTHER_VALUES, OTHER_BYTES = 20_000, 1 << 20
+RESERVED_VALUES, RESERVED_BYTES = 20_000, 1 << 20
 """Room for the rest, above all the files of the splits: two values for each 524,288 rows."""
-MAX_CATEGORICAL, MAX_NUMERIC = (
-    int(round((DOCUMENT_VALUES - OTHER_VALUES) / values, -3)) for values in (SPARSE_VALUES, DENSE_VALUES)
+MAX_CATEGORICAL_FEATURES, MAX_NUMERIC_FEATURES = (
+    int(round((MAX_DOCUMENT_VALUES - RESERVED_VALUES) / values, -3)) for values in (MAX_SPARSE_VALUES, MAX_DENSE_VALUES)
 )
 """Features that fit if all are of one kind, in thousands."""
 
 
-def check_room(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
+def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
     """Raise MesetaError, beginning with `where`, if what describes a layout and the sources at `paths` may exceed what
     is read of a dataset.json."""
     num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]
     num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)
     made_of = [name for column in layout.sparse for name in column.made_of]
-    names = json.dumps("".join([*layout.sample_columns, *layout.features, *made_of, *layout.header, *paths])).encode()
-    num_values = DENSE_VALUES * num_dense + SPARSE_VALUES * num_sparse + SOURCE_VALUES * num_sources + num_boundaries
-    num_values += len(made_of) + len(layout.header) + MAX_NAMINGS * count_values(names) + OTHER_VALUES
-    num_bytes = DENSE_BYTES * num_dense + SPARSE_BYTES * num_sparse + SOURCE_BYTES * num_sources
-    num_bytes += BOUNDARY_BYTES * num_boundaries + MAX_NAMINGS * len(names) + OTHER_BYTES
-    if num_values > DOCUMENT_VALUES or num_bytes > DOCUMENT_BYTES:
+    names = json.dumps(
+        "".join([*layout.sample_columns, *layout.feature_names, *made_of, *layout.header, *paths])
+    ).encode()
+    num_values = (
+        MAX_DENSE_VALUES * num_dense + MAX_SPARSE_VALUES * num_sparse + MAX_SOURCE_VALUES * num_sources + num_boundaries
+    )
+    num_values += len(made_of) + len(layout.header) + MAX_NAME_OCCURRENCES * count_json_values(names) + RESERVED_VALUES
+    num_bytes = MAX_DENSE_BYTES * num_dense + MAX_SPARSE_BYTES * num_sparse + MAX_SOURCE_BYTES * num_sources
+    num_bytes += MAX_BOUNDARY_BYTES * num_boundaries + MAX_NAME_OCCURRENCES * len(names) + RESERVED_BYTES
+    if num_values > MAX_DOCUMENT_VALUES or num_bytes > MAX_DOCUMENT_BYTES:
         raise MesetaError(
             f"{where}: {num_dense:,} numeric and {num_sparse:,} categorical features are too many for one dataset; "
-            f"dataset.json may hold {DOCUMENT_VALUES:,} values in {DOCUMENT_BYTES:,} bytes, and would have up to "
-            f"{num_values:,} in {num_bytes:,}: about {MAX_CATEGORICAL:,} categorical or {MAX_NUMERIC:,} numeric "
+            f"dataset.json may hold {MAX_DOCUMENT_VALUES:,} values in {MAX_DOCUMENT_BYTES:,} bytes, and would have up "
+            f"to "
+            f"{num_values:,} in {num_bytes:,}: about {MAX_CATEGORICAL_FEATURES:,} categorical or "
+            f"{MAX_NUMERIC_FEATURES:,} numeric "
             "features fit. Leave columns out with --ignore, or name those to read in a --schema file"
         )
 
@@ -74,12 +80,12 @@ def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, .
     )
 
 
-def describe_sparse(layout: RawLayout, tables: Tables) -> tuple[SparseFeature, ...]:
+def describe_sparse(layout: RawLayout, tables: FeatureTables) -> tuple[SparseFeature, ...]:
     """The sparse features in the layout's order."""
     return tuple(_describe(column, tables) for column in layout.sparse)
 
 
-def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
+def make_source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
     """What the features alone do not say of the files that they come from."""
     weights = {column.name: column.weight or column.weight_separator for column in layout.sparse}
     return SourceForm(
@@ -98,7 +104,7 @@ def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
     )
 
 
-def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:
+def _describe(column: SparseColumn, tables: FeatureTables) -> SparseFeature:
     vocabulary, counter = tables.vocabularies.get(column.name), tables.test_lookups.get(column.name)
     is_hashed = vocabulary is None and column.buckets is None
     return SparseFeature(

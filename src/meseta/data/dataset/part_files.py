@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meseta.errors import one_line, reading_error
+from meseta.errors import error_summary, reading_error
 
 PART_ERRORS = (pa.ArrowException, OSError)
 """What reading a damaged or missing file raises."""
@@ -38,7 +38,7 @@ class _TimedFile(io.BufferedReader):
 
 
 @contextmanager
-def opened_part(
+def open_part_or_raise(
     path: Path, metadata: pq.FileMetaData | None = None, on_read: Callable[[float], None] | None = None
 ) -> Iterator[pq.ParquetFile]:
     """As `open_part`, where what cannot be read is a MesetaError that names the file. `on_read` is told the seconds of
@@ -51,5 +51,5 @@ def opened_part(
             with _TimedFile(path, on_read) as source, pq.ParquetFile(source, metadata=metadata) as file:
                 yield file
     except PART_ERRORS as error:
-        text = f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
+        text = f"dataset file {str(path)!r} cannot be read ({error_summary(error)}); prepare the dataset again"
         raise reading_error(error, text) from None

@@ -13,8 +13,8 @@ from meseta.data.dataset.dataset import SparseStatistics
 from meseta.spec import Reuse
 
 WINDOW_SAMPLES = 65_536
-EDGES = (0, *(2**i for i in range(16)))
-LARGEST_BITMAP = 1 << 30
+REUSE_EDGES = (0, *(2**i for i in range(16)))
+MAX_BITMAP_ROWS = 1 << 30
 """Rows of the largest table whose rows have a bit each."""
 
 
@@ -41,19 +41,19 @@ class FeatureStatistics:
 
     def __init__(self, num_embeddings: int) -> None:
         self._num_embeddings = num_embeddings
-        self._seen = _SortedRows() if num_embeddings > LARGEST_BITMAP else _Bitmap(num_embeddings)
+        self._seen = _SortedRows() if num_embeddings > MAX_BITMAP_ROWS else _Bitmap(num_embeddings)
         self._num_samples = 0
         self._num_lookups = 0
-        self._rows = np.zeros(len(EDGES), np.int64)
-        self._lookups = np.zeros(len(EDGES), np.int64)
+        self._rows = np.zeros(len(REUSE_EDGES), np.int64)
+        self._lookups = np.zeros(len(REUSE_EDGES), np.int64)
         self._lock = threading.Lock()
 
     def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
         """Count the ids [nnz] of `num_samples` consecutive samples, at most 65,536 of them."""
-        uniques, counts = _count(ids, self._num_embeddings)
-        bins = np.searchsorted(EDGES[1:], counts, side="left")
-        rows = np.bincount(bins, minlength=len(EDGES))
-        lookups = np.bincount(bins, weights=counts, minlength=len(EDGES)).astype(np.int64)
+        uniques, counts = _count_ids(ids, self._num_embeddings)
+        bins = np.searchsorted(REUSE_EDGES[1:], counts, side="left")
+        rows = np.bincount(bins, minlength=len(REUSE_EDGES))
+        lookups = np.bincount(bins, weights=counts, minlength=len(REUSE_EDGES)).astype(np.int64)
         with self._lock:
             self._seen.add(uniques)
             self._num_samples += num_samples
@@ -70,10 +70,10 @@ class FeatureStatistics:
     def set_state(self, numbers: Sequence[int], seen: bytes) -> None:
         """Go on from what `get_state` gave."""
         self._num_samples, self._num_lookups = numbers[:2]
-        self._rows, self._lookups = np.array(numbers[2:], np.int64).reshape(2, len(EDGES))
+        self._rows, self._lookups = np.array(numbers[2:], np.int64).reshape(2, len(REUSE_EDGES))
         self._seen.set_state(seen)
 
-    def bits(self) -> NDArray[np.uint8] | None:
+    def touched_bits(self) -> NDArray[np.uint8] | None:
         """A bit per row of the table, set where it was looked up, the first row in the lowest bit of the first byte;
         None where no such bits are kept."""
         return self._seen.bits if isinstance(self._seen, _Bitmap) else None
@@ -87,7 +87,7 @@ class FeatureStatistics:
             mean_pooling_factor=self._num_lookups / max(self._num_samples, 1),
             reuse=Reuse(
                 window_samples=WINDOW_SAMPLES,
-                edges=EDGES,
+                edges=REUSE_EDGES,
                 rows=tuple((self._rows / max(self._rows.sum(), 1)).tolist()),
                 lookups=tuple((self._lookups / max(self._num_lookups, 1)).tolist()),
             ),
@@ -192,7 +192,7 @@ class Moments:
         return np.where(std > 0, std, 1.0)
 
 
-def _count(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+def _count_ids(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Distinct ids, ascending, and how often each occurs."""
     if num_embeddings <= 4 * ids.size:  # a counter per row is then cheaper than sorting
         per_row = np.bincount(ids, minlength=num_embeddings)

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from meseta.data.dataset.columns import DataColumn, columns_of
+from meseta.data.dataset.columns import DataColumn, dataset_columns
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.weights import WEIGHT_RULE, is_weight
 from meseta.spec import MesetaError
 
-_WAY_OUT = "prepare the dataset again"
+_PREPARE_AGAIN = "prepare the dataset again"
 
 
 def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
@@ -30,13 +30,14 @@ def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
     for column in _batch_columns(dataset):
         name = column.name
         if name not in types:
-            raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
+            raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_PREPARE_AGAIN}")
         if len(types[name]) > 1:
-            raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_WAY_OUT}")
+            raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_PREPARE_AGAIN}")
         [data_type] = types[name]
-        if not column.fits(data_type):
+        if not column.accepts_type(data_type):
             raise MesetaError(
-                f"dataset file {str(path)!r}: column {name!r} must hold {column.what}, but is {data_type}; {_WAY_OUT}"
+                f"dataset file {str(path)!r}: column {name!r} must hold {column.expected_type}, but is {data_type}; "
+                f"{_PREPARE_AGAIN}"
             )
 
 
@@ -51,11 +52,11 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
         name, column = data_column.name, table.column(data_column.name)
         if column.null_count and not data_column.can_be_missing:
             row = first_row + pc.index(pc.is_null(column), True).as_py()
-            raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_WAY_OUT}")
+            raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_PREPARE_AGAIN}")
         values = pc.list_flatten(column) if data_column.is_list else column
         if data_column.is_list and values.null_count:
             row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
-            raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
+            raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_PREPARE_AGAIN}")
     for role in ("label", "weight"):
         for column in _batch_columns(dataset):
             if column.role == role:
@@ -65,7 +66,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
             _check_weights(where, first_row, table, feature.name)
 
 
-def breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+def find_violations(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
     """Where values [n] break the rule of their column, `DataColumn.rule`; None where none does.
 
     Labels are 0 to 1, weights of samples as `meseta.data.weights` has it, ids rows of their table, all else finite.
@@ -88,14 +89,14 @@ def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColu
     array = table.column(column.name)
     present = array.is_valid().to_numpy() if array.null_count else None
     values = array.drop_null().to_numpy()
-    bad = breaks_rule(column, values)
+    bad = find_violations(column, values)
     if bad is not None:
         bad_place = int(bad.argmax())
         place = bad_place if present is None else int(np.flatnonzero(present)[bad_place])
         rule = WEIGHT_RULE if column.role == "weight" else "in 0..1"
         raise MesetaError(
             f"{where} {first_row + place}: {column.name!r} is {values[bad_place]:g}, and must be {rule}; "
-            f"fix the data, or {_WAY_OUT}"
+            f"fix the data, or {_PREPARE_AGAIN}"
         )
 
 
@@ -107,17 +108,18 @@ def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> No
         place = int(np.flatnonzero(counts[0] != counts[1])[0])
         raise MesetaError(
             f"{where} {first_row + place}: feature {name!r} has {counts[0][place]} ids and {counts[1][place]} weights; "
-            f"give one weight per id, or {_WAY_OUT}"
+            f"give one weight per id, or {_PREPARE_AGAIN}"
         )
     values = pc.list_flatten(weights).to_numpy()
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
         place = int(np.searchsorted(np.cumsum(counts[1]), bad, side="right"))
         raise MesetaError(
-            f"{where} {first_row + place}: a weight of feature {name!r} is {values[bad]}; fix the data, or {_WAY_OUT}"
+            f"{where} {first_row + place}: a weight of feature {name!r} is {values[bad]}; fix the data, or "
+            f"{_PREPARE_AGAIN}"
         )
 
 
 def _batch_columns(dataset: Dataset) -> Iterator[DataColumn]:
     """Each column that makes a batch."""
-    return (column for column in columns_of(dataset) if column.role != "time")
+    return (column for column in dataset_columns(dataset) if column.role != "time")

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SparseFeature
 from meseta.data.hash_categories import hash_categories
-from meseta.errors import one_line
-from meseta.machine.files import file_name, inside
+from meseta.errors import error_summary
+from meseta.machine.files import resolve_inside, to_file_name
 from meseta.spec import MesetaError
 
-FOLDER = "vocabulary"
-_COUNTED = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
-_PARTITIONS = 32
+VOCABULARY_FOLDER = "vocabulary"
+_COUNTED_SCHEMA = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
+_NUM_PARTITIONS = 32
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Vocabulary:
     ids: NDArray[np.int64]
     """Their rows [num_embeddings - 1]."""
     digest: str
-    """`digest_of_values` of the kept values, in the order of their rows."""
+    """`values_digest` of the kept values, in the order of their rows."""
 
     def lookup(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Rows of hashed values, int64 [nnz]. An unknown value is taken for a known one with odds of V / 2**64."""
@@ -51,23 +51,23 @@ class Vocabulary:
 def count_values(values: pa.Array) -> pa.Table:
     """Distinct values of a block and how often each occurs: value large_binary, count int64."""
     counted = pc.value_counts(values.cast(pa.large_binary()))
-    return pa.table([counted.field("values"), counted.field("counts")], schema=_COUNTED)
+    return pa.table([counted.field("values"), counted.field("counts")], schema=_COUNTED_SCHEMA)
 
 
-def read_values(folder: Path, feature: SparseFeature) -> pa.Array:
+def read_vocabulary_values(folder: Path, feature: SparseFeature) -> pa.Array:
     """The values of a vocabulary by row, large_binary [num_embeddings]; row 0 is null. `folder` is the dataset's.
 
     Raises MesetaError for a file that cannot be read, and for one that the ids were not made with.
     """
     path = folder / (feature.vocabulary or "")
     try:
-        place = inside(folder, feature.vocabulary or "")
-        values = one_chunk(pq.read_table(place, columns=["value"])["value"].cast(pa.large_binary()))
+        place = resolve_inside(folder, feature.vocabulary or "")
+        values = combine_chunks(pq.read_table(place, columns=["value"])["value"].cast(pa.large_binary()))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise MesetaError(
-            f"vocabulary {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
+            f"vocabulary {str(path)!r} cannot be read ({error_summary(error)}); prepare the dataset again"
         ) from None
-    if feature.vocabulary_digest not in (None, digest_of_values(values[1:])):
+    if feature.vocabulary_digest not in (None, values_digest(values[1:])):
         raise MesetaError(
             f"vocabulary {str(path)!r} is not the one that the ids of {feature.name!r} were made with: its values have "
             "changed since; prepare the dataset again"
@@ -75,7 +75,7 @@ def read_values(folder: Path, feature: SparseFeature) -> pa.Array:
     return values
 
 
-def digest_of_values(values: pa.Array) -> str:
+def values_digest(values: pa.Array) -> str:
     """SHA-256 in hexadecimal of n values in their order: their lengths in bytes, int64 little-endian, then all their
     bytes. Text counts by its UTF-8."""
     whole = values.cast(pa.large_binary()).fill_null(b"")
@@ -92,22 +92,22 @@ def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Voc
     """That of an earlier dataset in `folder`, for values that are hashed with `hash_seed`.
 
     Raises MesetaError for a file that cannot be read, or is not that of the feature."""
-    values = read_values(folder, feature)
+    values = read_vocabulary_values(folder, feature)
     if len(values) != feature.num_embeddings or values.null_count != 1 or values[0].is_valid:
         raise MesetaError(
             f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, none "
             "of them without a value but the first; prepare the dataset again"
         )
-    return _vocabulary(feature.name, feature.vocabulary or "", values[1:], hash_seed)
+    return _make_vocabulary(feature.name, feature.vocabulary or "", values[1:], hash_seed)
 
 
-def _vocabulary(feature: str, path: str, values: pa.Array, hash_seed: int) -> Vocabulary:
+def _make_vocabulary(feature: str, path: str, values: pa.Array, hash_seed: int) -> Vocabulary:
     """Of the kept `values` in the order of their rows. Raises MesetaError where two share their 64-bit hash."""
     hashes = hash_categories(values, hash_seed)
     order = np.argsort(hashes)
     if (np.diff(hashes[order]) == 0).any():
         raise MesetaError(f"vocabulary of {feature!r}: two values share their hash; choose another --seed")
-    return Vocabulary(len(values) + 1, path, hashes[order], order + 1, digest_of_values(values))
+    return Vocabulary(len(values) + 1, path, hashes[order], order + 1, values_digest(values))
 
 
 class VocabularyCounter:
@@ -144,15 +144,15 @@ class VocabularyCounter:
         Raises MesetaError where two kept values share their 64-bit hash.
         """
         num_lookups = 0
-        kept = [_COUNTED.empty_table()]
+        kept = [_COUNTED_SCHEMA.empty_table()]
         for tables in self._partitions():
             merged = _merge(tables)
             num_lookups += pc.sum(merged["count"]).as_py() or 0
             kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
         table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
-        path = f"{FOLDER}/{file_name(self._feature)}.parquet"
+        path = f"{VOCABULARY_FOLDER}/{to_file_name(self._feature)}.parquet"
         _write(dataset_dir / path, table, num_lookups)
-        return _vocabulary(self._feature, path, one_chunk(table["value"]), hash_seed)
+        return _make_vocabulary(self._feature, path, combine_chunks(table["value"]), hash_seed)
 
     def get_state(self) -> list[str]:
         """Put all that was counted on disk, and name the files; `set_state` of another counter takes them up."""
@@ -170,16 +170,18 @@ class VocabularyCounter:
             yield self._pending
             return
         self.get_state()
-        for index in range(_PARTITIONS):
+        for index in range(_NUM_PARTITIONS):
             yield [_read(self._spill_dir / name, index) for name in self._spills]
 
     def _spill(self, merged: pa.Table) -> None:
-        partition = hash_categories(one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
-        name = f"{file_name(self._feature)}-{len(self._spills)}.arrow"
-        with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
-            for index in range(_PARTITIONS):
+        partition = hash_categories(combine_chunks(merged["value"])) % np.uint64(_NUM_PARTITIONS)
+        name = f"{to_file_name(self._feature)}-{len(self._spills)}.arrow"
+        with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED_SCHEMA) as writer:
+            for index in range(_NUM_PARTITIONS):
                 part = merged.filter(pa.array(partition == index))
-                writer.write_batch(pa.record_batch([one_chunk(part[column]) for column in part.column_names], _COUNTED))
+                writer.write_batch(
+                    pa.record_batch([combine_chunks(part[column]) for column in part.column_names], _COUNTED_SCHEMA)
+                )
         self._spills.append(name)
         self._pending, self._pending_bytes, self._merged_bytes = [], 0, 0
 
@@ -187,9 +189,9 @@ class VocabularyCounter:
 def _merge(tables: list[pa.Table]) -> pa.Table:
     """Equal values once, their counts added."""
     if not tables:
-        return _COUNTED.empty_table()
+        return _COUNTED_SCHEMA.empty_table()
     summed = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
-    return summed.select(["value", "count_sum"]).rename_columns(["value", "count"]).cast(_COUNTED)
+    return summed.select(["value", "count_sum"]).rename_columns(["value", "count"]).cast(_COUNTED_SCHEMA)
 
 
 def _read(path: Path, partition: int) -> pa.Table:
@@ -197,7 +199,7 @@ def _read(path: Path, partition: int) -> pa.Table:
         return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(partition)])
 
 
-def one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
     """The column as one array."""
     combined = column.combine_chunks()
     return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
@@ -206,9 +208,9 @@ def one_chunk(column: pa.ChunkedArray) -> pa.Array:
 def _write(path: Path, kept: pa.Table, num_lookups: int) -> None:
     """Values are written as strings where they are valid UTF-8, which click logs' are, else as bytes."""
     path.parent.mkdir(exist_ok=True)
-    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), one_chunk(kept["value"])])
+    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), combine_chunks(kept["value"])])
     with contextlib.suppress(pa.ArrowInvalid):
         value = value.cast(pa.large_string())
     unknown = num_lookups - (pc.sum(kept["count"]).as_py() or 0)
-    count = pa.concat_arrays([pa.array([unknown], pa.int64()), one_chunk(kept["count"])])
+    count = pa.concat_arrays([pa.array([unknown], pa.int64()), combine_chunks(kept["count"])])
     pq.write_table(pa.table({"value": value, "id": pa.array(np.arange(len(count))), "count": count}), path)

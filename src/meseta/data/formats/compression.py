@@ -15,15 +15,15 @@ from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from meseta.errors import MesetaError, one_line, shown
+from meseta.errors import MesetaError, error_summary, format_value
 
 MAX_XZ_BYTES = 256 << 20
 """Memory that a decoder of xz may take; `xz -9` needs 65 MB."""
 _MAX_ZIP_DIRECTORY_BYTES = 4 << 20
 """Of a zip archive with one member, the directory takes less than 200 KB."""
 _CHUNK_BYTES = 256 << 10
-_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".zip")
-_MAGICS = (
+_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".zip")
+_MAGIC_NUMBERS = (
     (b"\x1f\x8b", "gzip"),
     (b"\xfd7zXZ\x00", "xz"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
@@ -34,7 +34,7 @@ _MAGICS = (
 _UNPACK = "unpack it and give the files in it"
 _TO_PARQUET = "convert it to Parquet or CSV"
 _RECOMPRESS = "decompress it, or compress it with gzip, bz2, xz or zstd"
-_UNSUPPORTED = (
+_UNSUPPORTED_FORMATS = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     (b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
     (b"MSCF\x00\x00\x00\x00", "a CAB archive", _UNPACK),
@@ -53,12 +53,12 @@ _UNSUPPORTED = (
 )
 """First bytes of what is recognized and not read, what it is, and the remedy."""
 
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 """Errors that decompressors raise for truncated or damaged content, apart from OSError."""
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
-class ByteLines(Protocol):
+class ByteStream(Protocol):
     """Content of a text file, decompressed."""
 
     def read(self, size: int = -1, /) -> bytes:
@@ -74,48 +74,48 @@ class ByteLines(Protocol):
         """Return the position in the decompressed content."""
 
 
-class Decompressed(NamedTuple):
+class DecompressedContent(NamedTuple):
     """Content of a file that may be compressed."""
 
-    stream: ByteLines
+    stream: ByteStream
     """The stored file itself if it is not compressed."""
     member: str = ""
     """Name of the file in a zip archive; never used as a path."""
 
 
-def decompress(path: str, stored: IO[bytes]) -> Decompressed:
+def decompress(path: str, stored: IO[bytes]) -> DecompressedContent:
     """Return the decompressed content of `stored`, the file at `path`.
 
     Raises MesetaError if a zip archive does not hold exactly one plain or deflated file without encryption, and
-    what `DAMAGED` lists or OSError for damaged content, here or while the content is read.
+    what `DECOMPRESSION_ERRORS` lists or OSError for damaged content, here or while the content is read.
     """
-    kind = _compression(stored.read(10))
+    kind = _detect_compression(stored.read(10))
     stored.seek(0)
     if kind == "gzip":
-        return Decompressed(gzip.GzipFile(fileobj=stored))
+        return DecompressedContent(gzip.GzipFile(fileobj=stored))
     if kind == "bz2":
-        return Decompressed(restarting(lambda: _Members(stored, bz2.BZ2Decompressor).read))
+        return DecompressedContent(restartable_stream(lambda: _MemberReader(stored, bz2.BZ2Decompressor).read))
     if kind == "xz":
-        return Decompressed(restarting(lambda: _xz_reader(path, stored)))
+        return DecompressedContent(restartable_stream(lambda: _xz_reader(path, stored)))
     if kind == "zstd":
-        return Decompressed(restarting(lambda: _zstd_reader(path, stored)))
+        return DecompressedContent(restartable_stream(lambda: _zstd_reader(path, stored)))
     if kind == "zip":
-        return _unzip(path, stored)
-    return Decompressed(stored)
+        return _open_zip_member(path, stored)
+    return DecompressedContent(stored)
 
 
-def _compression(magic: bytes) -> str | None:
+def _detect_compression(magic: bytes) -> str | None:
     """Return the compression of a file by its first 10 bytes, or `None`."""
     if magic.startswith(b"BZh") and magic[4:] in (b"1AY&SY", b"\x17rE8P\x90"):
         return "bz2"
     if magic[1:4] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:  # a skippable frame before others
         return "zstd"
-    return next((name for start, name in _MAGICS if magic.startswith(start)), None)
+    return next((name for start, name in _MAGIC_NUMBERS if magic.startswith(start)), None)
 
 
-def without_ending(path: str) -> str:
+def strip_compression_suffix(path: str) -> str:
     """Return `path` without the ending of a compressed file, such as .gz."""
-    ending = next((ending for ending in _ENDINGS if path.lower().endswith(ending)), "")
+    ending = next((ending for ending in _SUFFIXES if path.lower().endswith(ending)), "")
     return path[: len(path) - len(ending)]
 
 
@@ -123,12 +123,12 @@ def check_content(path: str, head: bytes) -> None:
     """Raise MesetaError if `head`, the first bytes of the decompressed content, is an archive or a known binary file
     that no format reads."""
     where = f"source {path!r}"
-    for magic, what, remedy in _UNSUPPORTED:
+    for magic, what, remedy in _UNSUPPORTED_FORMATS:
         if head.startswith(magic):
             raise MesetaError(f"{where} is {what}, which is not read; {remedy}")
     if head.startswith(b"PAR1"):
         raise MesetaError(f"{where} holds compressed Parquet, which is not read; decompress it")
-    if _compression(head[:10]):
+    if _detect_compression(head[:10]):
         raise MesetaError(f"{where} is compressed twice; decompress it once")
     try:
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
@@ -148,7 +148,7 @@ class _Decompressor(Protocol):
     def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
 
 
-class _Members:
+class _MemberReader:
     """Reader over all members of a file of bz2 or xz. Zero bytes behind a member are padding."""
 
     def __init__(self, stored: IO[bytes], make: Callable[[], Any]) -> None:
@@ -173,7 +173,7 @@ class _Members:
 
 
 def _xz_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
-    members = _Members(stored, lambda: lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES))
+    members = _MemberReader(stored, lambda: lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES))
 
     def read(size: int) -> bytes:
         try:
@@ -192,7 +192,7 @@ def _xz_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
 def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
     stored.seek(0)
     # Arrow closes the files that it is given, and this one is read again after seeking back.
-    stream = pa.CompressedInputStream(pa.PythonFile(_KeptOpen(stored), mode="r"), "zstd")
+    stream = pa.CompressedInputStream(pa.PythonFile(_UnclosableFile(stored), mode="r"), "zstd")
 
     def read(size: int) -> bytes:
         try:
@@ -208,7 +208,7 @@ def _zstd_reader(path: str, stored: IO[bytes]) -> Callable[[int], bytes]:
     return read
 
 
-class _KeptOpen(io.RawIOBase):
+class _UnclosableFile(io.RawIOBase):
     """A file that stays open when its user closes it."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -230,17 +230,17 @@ class _KeptOpen(io.RawIOBase):
         return self._file.tell()
 
 
-class _ZipFile(_KeptOpen):
+class _ZipFile(_UnclosableFile):
     """A zip archive whose directory is refused before it fills the memory."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         super().__init__(file)
         self._path = path
-        self.has_directory = False
+        self.has_read_directory = False
         """Whether the directory has been read; then reads are those of the member, whose size the caller limits."""
 
     def read(self, size: int = -1) -> bytes:
-        if self.has_directory:
+        if self.has_read_directory:
             return self._file.read(size)
         data = self._file.read(_MAX_ZIP_DIRECTORY_BYTES + 1 if size < 0 else min(size, _MAX_ZIP_DIRECTORY_BYTES + 1))
         if len(data) > _MAX_ZIP_DIRECTORY_BYTES:
@@ -248,12 +248,12 @@ class _ZipFile(_KeptOpen):
         return data
 
 
-class _Restarting(io.RawIOBase):
+class _RestartableStream(io.RawIOBase):
     """A stream that only reads forward, made seekable: seeking back starts it again."""
 
     def __init__(self, start: Callable[[], Callable[[int], bytes]]) -> None:
         self._start = start
-        self._read, self._place = start(), 0
+        self._read, self._offset = start(), 0
 
     def readable(self) -> bool:
         return True
@@ -262,49 +262,49 @@ class _Restarting(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._offset
 
     def readinto(self, buffer: Any) -> int:
         data = self._read(len(buffer))
         buffer[: len(data)] = data
-        self._place += len(data)
+        self._offset += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence == io.SEEK_CUR:
-            offset += self._place
+            offset += self._offset
         elif whence != io.SEEK_SET:
             raise io.UnsupportedOperation("the size of compressed content is not known")
-        if offset < self._place:
-            self._read, self._place = self._start(), 0
-        while self._place < offset and (data := self._read(min(_CHUNK_BYTES, offset - self._place))):
-            self._place += len(data)
-        return self._place
+        if offset < self._offset:
+            self._read, self._offset = self._start(), 0
+        while self._offset < offset and (data := self._read(min(_CHUNK_BYTES, offset - self._offset))):
+            self._offset += len(data)
+        return self._offset
 
 
-def restarting(start: Callable[[], Callable[[int], bytes]]) -> ByteLines:
+def restartable_stream(start: Callable[[], Callable[[int], bytes]]) -> ByteStream:
     """Return a seekable stream over content that can only be read forward; seeking back starts it again.
 
     `start`: begins again, and returns a function that reads up to `size` bytes and is empty at the end.
     """
-    return io.BufferedReader(_Restarting(start), _CHUNK_BYTES)
+    return io.BufferedReader(_RestartableStream(start), _CHUNK_BYTES)
 
 
-def _unzip(path: str, stored: IO[bytes]) -> Decompressed:
+def _open_zip_member(path: str, stored: IO[bytes]) -> DecompressedContent:
     where = f"source {path!r}"
     try:
         file = _ZipFile(stored, path)
         archive = zipfile.ZipFile(file)
-        file.has_directory = True
+        file.has_read_directory = True
         # macOS adds a folder of metadata.
         members = [m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")]
         if len(members) != 1:
-            names = ", ".join(shown(member.filename) for member in members[:3])
+            names = ", ".join(format_value(member.filename) for member in members[:3])
             names += ", ..." if len(members) > 3 else ""
             what = f"{len(members):,} files ({names})" if members else "no file"
             raise MesetaError(f"{where} is a zip archive of {what}, and must hold one; {_UNPACK}")
         [member] = members
-        name = shown(member.filename)
+        name = format_value(member.filename)
         if member.flag_bits & 0x41:
             raise MesetaError(f"{where}: {name} in this zip archive is encrypted; decrypt it")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -312,8 +312,8 @@ def _unzip(path: str, stored: IO[bytes]) -> Decompressed:
                 f"{where}: {name} in this zip archive is compressed by method {member.compress_type}, and must be "
                 "stored or deflated; unpack it"
             )
-        return Decompressed(archive.open(member), member.filename)
+        return DecompressedContent(archive.open(member), member.filename)
     except MesetaError:
         raise
     except (NotImplementedError, struct.error, ValueError, OverflowError, RuntimeError) as error:
-        raise zipfile.BadZipFile(one_line(error)) from None
+        raise zipfile.BadZipFile(error_summary(error)) from None

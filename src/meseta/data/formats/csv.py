@@ -13,46 +13,53 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.formats.compression import ByteLines
+from meseta.data.formats.compression import ByteStream
 from meseta.data.formats.csv_records import (
+    complete_records_size,
     count_records,
-    cut_records,
-    header_names,
     is_record,
+    parse_header,
     read_header,
     record_ends,
 )
-from meseta.data.formats.delimiters import find_delimiter, is_typed_header, typed_guesses, without_types
+from meseta.data.formats.delimiters import find_delimiter, is_typed_header, strip_types, typed_header_roles
 from meseta.data.formats.format import (
-    AskedColumns,
     Block,
+    ColumnRequest,
     FileHead,
     Source,
-    TextForm,
-    named_errors,
+    TextDialect,
     open_text,
+    wrap_source_errors,
 )
 from meseta.data.formats.parse_csv import parse_csv, read_texts
-from meseta.data.formats.partitions import guess_partition, sampled_partitions
-from meseta.data.formats.sample import MAX_SAMPLE_BYTES, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
+from meseta.data.formats.partitions import infer_partition_role, sample_partitions
+from meseta.data.formats.sampling import (
+    MAX_SAMPLE_BYTES,
+    MAX_SMALL_FILE_BYTES,
+    NUM_PIECES,
+    rows_per_file,
+    sample_sources,
+    seek_pieces,
+)
 from meseta.data.formats.text import BLOCK_BYTES, TextFormat, line_ends, raw_text
-from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
-from meseta.data.formats.tsv import FIELDS_OF_CRITEO
+from meseta.data.formats.text_columns import add_list_columns, infer_text_layout, text_layout_from_schema
+from meseta.data.formats.tsv import CRITEO_FIELD_COUNTS
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
-from meseta.data.schema.guess import MISSING, Guess, is_header
-from meseta.data.schema.labels import with_signed_labels
-from meseta.data.schema.number_spelling import with_whole_numbers
+from meseta.data.schema.infer import MISSING_TEXTS, ColumnRole, is_header
+from meseta.data.schema.labels import add_signed_labels
+from meseta.data.schema.number_spelling import add_whole_numbers
 from meseta.data.schema.schema import check_names
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
-MAX_LINES = 1000
+MAX_RECORD_LINES = 1000
 """Lines that a record may have, where one is looked for among bad rows."""
-_HEADER_ROWS = 100
+_NUM_HEADER_CHECK_ROWS = 100
 """Rows beside which the first line is judged."""
 _DELIMITERS = (",", "\t", ";", "|")
-_TSV_NAMES = (".tsv", ".tab")
+_TSV_SUFFIXES = (".tsv", ".tab")
 
 
 class Csv(TextFormat):
@@ -61,38 +68,38 @@ class Csv(TextFormat):
     name = "csv"
     title = "CSV"
     is_delimited = True
-    endless_cause = "is a quote not closed?"
+    unterminated_row_hint = "is a quote not closed?"
 
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         """With the delimiter as given, else the most frequent one of the first line, or that of all first lines."""
         if head.delimiter is not None:
-            return self.form(head, head.delimiter)
-        if head.is_said_to_be_csv:
+            return self.text_dialect(head, head.delimiter)
+        if head.is_declared_csv:
             first = re.sub(rb'"[^"]*"', b"", head.text).partition(b"\n")[0]
             delimiter = max(_DELIMITERS, key=lambda sign: first.count(sign.encode()))  # the first of equals
-            return self.form(head, delimiter)
-        if head.is_named(_TSV_NAMES):
+            return self.text_dialect(head, delimiter)
+        if head.has_suffix(_TSV_SUFFIXES):
             fields = head.text.partition(b"\n")[0].rstrip(b"\r").decode(errors="replace").split("\t")
-            if len(fields) > 1 and (is_header(fields) or len(fields) not in FIELDS_OF_CRITEO):
-                return self.form(head, "\t")
+            if len(fields) > 1 and (is_header(fields) or len(fields) not in CRITEO_FIELD_COUNTS):
+                return self.text_dialect(head, "\t")
             return None
         found = find_delimiter(head.text)
-        return None if found is None else self.form(head, found)
+        return None if found is None else self.text_dialect(head, found)
 
-    def form(self, head: FileHead, delimiter: str) -> TextForm:
+    def text_dialect(self, head: FileHead, delimiter: str) -> TextDialect:
         """How the file writes its columns with this delimiter: whether its header has types."""
         first = head.text.removeprefix(BOM_UTF8).partition(b"\n")[0].rstrip(b"\r").decode(errors="replace")
         is_typed = not head.header and is_typed_header(first.split(delimiter))
-        return TextForm(delimiter, head.header, is_typed)
+        return TextDialect(delimiter, head.header, is_typed)
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Those given, else the fields of its first record."""
         if source.header:
             return source.header
-        with named_errors(source.path), open_text(source) as (stream, _):
+        with wrap_source_errors(source.path), open_text(source) as (stream, _):
             return self.read_header(source, stream.readline)[0]
 
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         """As the schema says, else as named; what that leaves open is inferred from a sample."""
         source = sources[0]
         where = f"source {str(source.path)!r}"
@@ -104,17 +111,17 @@ class Csv(TextFormat):
             )
         names = self.all_columns(source)
         if asked.schema:
-            layout = text_layout_of(where, asked.schema, names)
+            layout = text_layout_from_schema(where, asked.schema, names)
             check_names(where, layout.columns, names)
-            sample = self._sample(sources, layout.plain_labels) if layout.plain_labels else {}
+            sample = self._sample(sources, layout.labels_without_rule) if layout.labels_without_rule else {}
         else:
             sample = self._sample(sources, names)
-            known, lists = self._typed(source, sample)
-            known = {**known, **{key: guess_partition(key, sample[key]) for key in source.partition}}
-            layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header, known=known)
-            layout = with_whole_numbers(with_lists(layout, dict.fromkeys(lists, " ")), sample)
+            known, lists = self._typed_roles(source, sample)
+            known = {**known, **{key: infer_partition_role(key, sample[key]) for key in source.partition}}
+            layout = infer_text_layout(where, sample, asked.named_columns, has_names=not source.header, known=known)
+            layout = add_whole_numbers(add_list_columns(layout, dict.fromkeys(lists, " ")), sample)
             check_names(where, layout.columns, names)
-        layout = with_signed_labels(layout, sample)
+        layout = add_signed_labels(layout, sample)
         columns = layout.columns
         used = {*columns}
         ignored = tuple(name for name in names if name not in used)
@@ -133,19 +140,19 @@ class Csv(TextFormat):
         first = sources[0]
         if first.header:
             return tuple(sources)
-        with named_errors(first.path), open_text(first) as (stream, _):
+        with wrap_source_errors(first.path), open_text(first) as (stream, _):
             record = self.read_header(first, stream.readline)[0]
-            rows = self.records(first, _lines(stream, MAX_SAMPLE_BYTES), _HEADER_ROWS)
+            rows = self.read_records(first, _read_lines(stream, MAX_SAMPLE_BYTES), _NUM_HEADER_CHECK_ROWS)
         if is_header(record, rows):
             return tuple(sources)
         header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
         return tuple(replace(source, header=header) for source in sources)
 
-    def with_names_of(self, source: Source, layout: RawLayout) -> Source:
+    def with_header_from(self, source: Source, layout: RawLayout) -> Source:
         """One that does not begin with names has those of all columns, or of all but the labels.
 
         Former datasets have the names of a typed header with the types."""
-        columns = source.own_columns(layout.feature_columns)
+        columns = source.file_columns(layout.feature_columns)
         if source.is_typed and not set(columns) <= set(self.columns(source)):
             source = replace(source, is_typed=False)
         if not layout.header:
@@ -153,7 +160,7 @@ class Csv(TextFormat):
         first = self.columns(source)
         if set(columns) <= set(first):
             return source
-        rest = tuple(name for name in layout.header if name not in layout.raw_labels)
+        rest = tuple(name for name in layout.header if name not in layout.raw_label_columns)
         for header in (layout.header, rest):
             if len(header) == len(first):
                 return replace(source, header=header)
@@ -172,10 +179,10 @@ class Csv(TextFormat):
         texts = read_texts(raw_text(block), block.header, names, delimiter=block.source.delimiter, is_quoted=True)
         return pa.record_batch(texts, schema)
 
-    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+    def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those in whose fields nothing stands, or a word for it."""
         texts = self._sample(sources, names)
-        return {name for name, values in texts.items() if values and all(value in MISSING for value in values)}
+        return {name for name, values in texts.items() if values and all(value in MISSING_TEXTS for value in values)}
 
     def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
         """The first record, where the names are not given; one that is used must be there once: the layout checks."""
@@ -183,25 +190,25 @@ class Csv(TextFormat):
             return source.header, b""
         raw = read_header(read_line)
         try:
-            names = tuple(header_names(raw, source.delimiter))
-            return without_types(names) if source.is_typed else names, raw
+            names = tuple(parse_header(raw, source.delimiter))
+            return strip_types(names) if source.is_typed else names, raw
         except (ValueError, csv.Error) as error:
             advice = "; name the encoding of the file with --encoding" if isinstance(error, UnicodeError) else ""
             raise MesetaError(
                 f"source {source.path!r}, line 1: the header is not UTF-8 CSV ({error}){advice}"
             ) from None
 
-    def num_rows(self, raw: bytes) -> int:
+    def count_rows(self, raw: bytes) -> int:
         """Records."""
         return count_records(raw)
 
-    def cut(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
+    def split_complete_rows(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
         """The whole records of both together, and the rest."""
         data = before + data
-        end = cut_records(data)
+        end = complete_records_size(data)
         return data[:end], data[end:]
 
-    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
+    def parsed_row_ends(self, block: Block) -> NDArray[np.int64]:
         """By the quotes, which are closed unless the block was cut out from among bad rows."""
         ends = record_ends(raw_text(block))
         return ends if ends.size == block.num_rows else np.array(self.row_ends(block), np.int64)
@@ -219,7 +226,7 @@ class Csv(TextFormat):
             start = ends[at - 1] if at else 0
             last = at
             quotes = raw.count(b'"', start, ends[at])
-            while quotes % 2 and last + 1 < min(len(ends), at + MAX_LINES):
+            while quotes % 2 and last + 1 < min(len(ends), at + MAX_RECORD_LINES):
                 last += 1
                 quotes += raw.count(b'"', ends[last - 1], ends[last])
             if last > at and not is_record(raw[start : ends[last]], block.source.delimiter, len(block.header)):
@@ -228,16 +235,18 @@ class Csv(TextFormat):
             at = last + 1
         return record_ends
 
-    def _typed(self, source: Source, sample: Mapping[str, Sequence[str]]) -> tuple[Mapping[str, Guess], Sequence[str]]:
+    def _typed_roles(
+        self, source: Source, sample: Mapping[str, Sequence[str]]
+    ) -> tuple[Mapping[str, ColumnRole], Sequence[str]]:
         """Roles that a typed header gives, and columns of lists."""
         if not source.is_typed:
             return {}, ()
-        return typed_guesses(self.columns(replace(source, is_typed=False)), sample)
+        return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
 
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
         """Column -> its fields in the sampled rows of files that have it, in the order of the rows; `names` are those
         of the first file. Raises MesetaError for a damaged file."""
-        chosen = spread(sources)
+        chosen = sample_sources(sources)
         columns: dict[str, list[str]] = {name: [] for name in names}
         for source in chosen:
             header, rows = self._sampled_rows(source, rows_per_file(len(names), len(chosen)), len(chosen))
@@ -245,23 +254,23 @@ class Csv(TextFormat):
             for name, values in columns.items():
                 place = places.get(name)
                 values.extend([] if place is None else [row[place] for row in rows if place < len(row)])
-        partitions = sampled_partitions([source.partition for source in sources])
+        partitions = sample_partitions([source.partition for source in sources])
         return columns | {name: partitions[name] for name in names if name in partitions}
 
     def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
         """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its
         beginning."""
-        with named_errors(source.path), open_text(source) as (stream, stored):
+        with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)
             begin, size = len(raw_header), source.size_bytes
             num_bytes = MAX_SAMPLE_BYTES // num_files
-            if stream is not stored or is_url(source.path) or size <= SMALL_BYTES:
-                return header, self.records(source, _lines(stream, num_bytes), num_rows)
+            if stream is not stored or is_url(source.path) or size <= MAX_SMALL_FILE_BYTES:
+                return header, self.read_records(source, _read_lines(stream, num_bytes), num_rows)
             sampled: list[list[str]] = []
-            for is_first, stop in go_to_pieces(stream, begin, size):
+            for is_first, stop in seek_pieces(stream, begin, size):
                 try:
-                    rows = self.records(
-                        source, _lines(stream, num_bytes // NUM_PIECES, stop), -(-num_rows // NUM_PIECES)
+                    rows = self.read_records(
+                        source, _read_lines(stream, num_bytes // NUM_PIECES, stop), -(-num_rows // NUM_PIECES)
                     )
                 except MesetaError:
                     if is_first:
@@ -272,7 +281,7 @@ class Csv(TextFormat):
                     sampled += rows
             return header, sampled
 
-    def records(self, source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
+    def read_records(self, source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
         """Fields of up to `num_rows` records. Raises MesetaError for a field that is no CSV."""
         try:
             return list(itertools.islice(csv.reader(lines, delimiter=source.delimiter), num_rows))
@@ -282,7 +291,7 @@ class Csv(TextFormat):
             ) from None
 
 
-def _lines(stream: ByteLines, num_bytes: int, stop: int | None = None) -> Iterator[str]:
+def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> Iterator[str]:
     """Lines that begin before `stop`, and in the next `num_bytes`."""
     place = 0 if stop is None else stream.tell()
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a field may be as long as a row: see sources.BLOCK_BYTES
 
-HEADER_BYTES = 8 << 20
+MAX_HEADER_BYTES = 8 << 20
 """Of a header; one whose quotes are not closed before is refused."""
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
-def cut_records(data: bytes) -> int:
+def complete_records_size(data: bytes) -> int:
     """Bytes of the whole records at the front of `data`, which begins with one; 0 where none is whole.
 
     A quote within quotes is doubled, so a line end stands outside where the quotes before it are even in number.
@@ -34,13 +34,13 @@ def count_records(data: bytes) -> int:
 
 def read_header(read_line: Callable[[int], bytes]) -> bytes:
     """The first record with its line end, from the `readline` of a stream; what follows it is read next."""
-    header = read_line(HEADER_BYTES)
-    while header.count(b'"') % 2 and len(header) < HEADER_BYTES and (line := read_line(HEADER_BYTES)):
+    header = read_line(MAX_HEADER_BYTES)
+    while header.count(b'"') % 2 and len(header) < MAX_HEADER_BYTES and (line := read_line(MAX_HEADER_BYTES)):
         header += line
     return header
 
 
-def header_names(header: bytes, delimiter: str) -> list[str]:
+def parse_header(header: bytes, delimiter: str) -> list[str]:
     """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no CSV."""
     rows = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
     if len(rows) > 1:
@@ -48,7 +48,7 @@ def header_names(header: bytes, delimiter: str) -> list[str]:
     return [name.strip() for name in rows[0]] if rows else []
 
 
-def records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]]]:
+def iter_records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]]]:
     """The line on which each record begins, from 0, its bytes and its fields. Raises csv.Error for a field too long."""
     lines = data.split(b"\n")[:-1]
     reader = csv.reader((line.decode(errors="replace") + "\n" for line in lines), delimiter=delimiter)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from meseta.data.formats.tsv import FIELDS_OF_CRITEO
-from meseta.data.schema.guess import Guess, guess_column
+from meseta.data.formats.tsv import CRITEO_FIELD_COUNTS
+from meseta.data.schema.infer import ColumnRole, infer_role
 
 UNIT_SEPARATOR = b"\x1f"
 """Delimiter of the CSV to which text with a longer delimiter is converted."""
 _CANDIDATES = (b"::", b"\t", b";", b"|", b",", b" ")
 _MAX_LINES = 50
-_TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")
+_TYPED_NAME = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 _QUOTED = re.compile(rb'"[^"]*"')
 
 
@@ -28,21 +28,23 @@ def find_delimiter(head: bytes) -> str | None:
     for sign in _CANDIDATES:
         counts = {line.count(sign) for line in lines}
         if len(counts) == 1 and (count := counts.pop()):
-            return None if sign == b"\t" and count + 1 in FIELDS_OF_CRITEO else sign.decode()
+            return None if sign == b"\t" and count + 1 in CRITEO_FIELD_COUNTS else sign.decode()
     return None
 
 
 def is_typed_header(names: Sequence[str]) -> bool:
     """Whether all names have the types of RecBole's atomic files, as `user_id:token`."""
-    return len(names) > 1 and all(map(_TYPED.fullmatch, names))
+    return len(names) > 1 and all(map(_TYPED_NAME.fullmatch, names))
 
 
-def without_types(names: Sequence[str]) -> tuple[str, ...]:
+def strip_types(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a typed header."""
     return tuple(name.rpartition(":")[0] for name in names)
 
 
-def typed_guesses(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[dict[str, Guess], list[str]]:
+def typed_header_roles(
+    names: Sequence[str], columns: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, ColumnRole], list[str]]:
     """Return the roles that a typed header gives to its columns, and those that hold lists.
 
     `columns`: sampled values of each column. Times, weights and groups under their usual names keep these roles.
@@ -50,27 +52,27 @@ def typed_guesses(names: Sequence[str], columns: Mapping[str, Sequence[str]]) ->
     types = {name.rpartition(":")[0]: name.rpartition(":")[2] for name in names}
     guesses = {}
     for name, kind in types.items():
-        role = guess_column(name, columns[name]).role
+        role = infer_role(name, columns[name]).role
         if kind == "float_seq":
-            guesses[name] = Guess("ignore", "float_seq, by the header: no feature holds lists of numbers")
+            guesses[name] = ColumnRole("ignore", "float_seq, by the header: no feature holds lists of numbers")
         elif kind == "float" and role not in ("time", "weight", "group"):
-            guesses[name] = Guess("dense", "float, by the header")
+            guesses[name] = ColumnRole("dense", "float, by the header")
         elif kind in ("token", "token_seq"):
-            guesses[name] = Guess("categorical", f"{kind}, by the header")
+            guesses[name] = ColumnRole("categorical", f"{kind}, by the header")
     return guesses, [name for name, kind in types.items() if kind == "token_seq"]
 
 
-def as_csv(lines: bytes, delimiter: str) -> bytes:
+def convert_to_csv(lines: bytes, delimiter: str) -> bytes:
     """Convert whole lines, in which quotes have no meaning, to CSV with UNIT_SEPARATOR."""
     sign = delimiter.encode()
     if b"\r" in lines:
         lines = lines.replace(b"\r\n", b"\n")
     if not any(special in lines for special in (b'"', b"\r", UNIT_SEPARATOR)):
         return lines.replace(sign, UNIT_SEPARATOR)
-    return b"\n".join(UNIT_SEPARATOR.join(map(_quoted, line.split(sign))) for line in lines.split(b"\n"))
+    return b"\n".join(UNIT_SEPARATOR.join(map(_quote_field, line.split(sign))) for line in lines.split(b"\n"))
 
 
-def _quoted(field: bytes) -> bytes:
+def _quote_field(field: bytes) -> bytes:
     if any(special in field for special in (b'"', b"\r", UNIT_SEPARATOR)):
         return b'"' + field.replace(b'"', b'""') + b'"'
     return field

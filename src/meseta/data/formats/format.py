@@ -19,22 +19,28 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SourceSplit
-from meseta.data.formats.compression import DAMAGED, ByteLines, check_content, decompress, without_ending
-from meseta.data.formats.encodings import UTF_8, as_utf8, encoding_by_mark
+from meseta.data.formats.compression import (
+    DECOMPRESSION_ERRORS,
+    ByteStream,
+    check_content,
+    decompress,
+    strip_compression_suffix,
+)
+from meseta.data.formats.encodings import UTF_8, detect_bom_encoding, transcode_to_utf8
 from meseta.data.formats.partitions import Partition, check_partition
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
-from meseta.errors import MesetaError, one_line, reading_error
-from meseta.machine.remote import is_url, open_file, remote_errors
+from meseta.errors import MesetaError, error_summary, reading_error
+from meseta.machine.remote import is_url, open_file, wrap_remote_errors
 
-HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Bytes of text that a format is told by."""
 FIX_LINE = "fix or remove the line"
 """Remedy of errors that name a line of text."""
 
-OnRows = Callable[[int, float], None]
+ScanProgress = Callable[[int, float], None]
 """Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
 
 
@@ -62,7 +68,7 @@ class Source:
     partition: Partition = field(default_factory=dict, hash=False)
     """Columns that the folders of the file make, with their values."""
 
-    def own_columns(self, names: Sequence[str]) -> list[str]:
+    def file_columns(self, names: Sequence[str]) -> list[str]:
         """Those of `names` that are not made by folders."""
         return [name for name in names if name not in self.partition]
 
@@ -116,7 +122,7 @@ class RowCursor(Protocol):
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
         """The rows from one position to another, where both lie in one block of `RawFormat.blocks`. Raises MesetaError
-        where the file ends before, and what `named_errors` turns into one."""
+        where the file ends before, and what `wrap_source_errors` turns into one."""
 
     def close(self) -> None:
         """Close the file."""
@@ -133,7 +139,7 @@ class FileHead:
     """That of its fields, where the options give one."""
     header: tuple[str, ...] = ()
     """Names of its columns, where the options give them."""
-    given_encoding: str | None = None
+    requested_encoding: str | None = None
     """That of its text, if the options give one."""
 
     @cached_property
@@ -149,21 +155,21 @@ class FileHead:
     @cached_property
     def _content(self) -> tuple[bytes, str, str]:
         """The text, the name of the file in a zip archive, and the encoding."""
-        with named_errors(self.path), open_file(self.path) as stored:
+        with wrap_source_errors(self.path), open_file(self.path) as stored:
             stream, member = decompress(self.path, stored)
-            head = stream.read(HEAD_BYTES)
-            encoding = self.given_encoding or encoding_by_mark(head)
-            return as_utf8(io.BytesIO(head), encoding).read(HEAD_BYTES), member, encoding
+            head = stream.read(MAX_HEAD_BYTES)
+            encoding = self.requested_encoding or detect_bom_encoding(head)
+            return transcode_to_utf8(io.BytesIO(head), encoding).read(MAX_HEAD_BYTES), member, encoding
 
-    def is_named(self, endings: tuple[str, ...]) -> bool:
+    def has_suffix(self, endings: tuple[str, ...]) -> bool:
         """Whether the name of the file, or of that in a zip archive, ends so before .gz and the like, in any case."""
-        names = (without_ending(self.path), self._content[1])
+        names = (strip_compression_suffix(self.path), self._content[1])
         return any(name.lower().endswith(endings) for name in names)
 
     @property
-    def is_said_to_be_csv(self) -> bool:
+    def is_declared_csv(self) -> bool:
         """Whether the options or the name of the file leave no other text."""
-        return self.delimiter is not None or bool(self.header) or self.is_named((".csv",))
+        return self.delimiter is not None or bool(self.header) or self.has_suffix((".csv",))
 
     def check_text(self) -> None:
         """Raise MesetaError if the content is not text of lines: an archive, or lines that end in CR alone."""
@@ -178,7 +184,7 @@ class FileHead:
 
 
 @dataclass(frozen=True)
-class TextForm:
+class TextDialect:
     """How a file writes its columns, where the format leaves that open."""
 
     delimiter: str = ","
@@ -189,13 +195,13 @@ class TextForm:
 
 
 @dataclass(frozen=True)
-class AskedColumns:
+class ColumnRequest:
     """What options say of the columns, and how the rows may be looked at."""
 
-    named: NamedColumns = field(default_factory=NamedColumns)
+    named_columns: NamedColumns = field(default_factory=NamedColumns)
     schema: Schema | None = None
-    on_scan: OnRows = lambda rows, share: None
-    skip_bad: bool = False
+    on_scan: ScanProgress = lambda rows, share: None
+    skip_bad_rows: bool = False
     """Whether a row that cannot be parsed is passed over."""
 
 
@@ -210,11 +216,11 @@ class RawFormat(ABC):
     """Whether its files choose a delimiter, may leave names out, and write several values into one field."""
     is_text: ClassVar[bool] = False
     """Whether its files have an encoding."""
-    has_columns: ClassVar[bool] = True
+    has_named_columns: ClassVar[bool] = True
     """Whether values stand in named columns, so that another format with such columns may hold the same rows."""
 
     @abstractmethod
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         """How the file writes its columns, or None where it is of another format."""
 
     def check_content(self, head: FileHead) -> None:
@@ -232,7 +238,7 @@ class RawFormat(ABC):
         return (*names, *source.partition)
 
     @abstractmethod
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         """The common layout of all files: as asked, else inferred."""
 
     @abstractmethod
@@ -246,11 +252,11 @@ class RawFormat(ABC):
         """Opens one file, to read rows anywhere in it; at least `columns` of them are read. Raises as a cursor does."""
 
     @abstractmethod
-    def can_enter(self, source: Source) -> bool:
+    def is_seekable(self, source: Source) -> bool:
         """Whether rows in the middle of a file can be read without those before them."""
 
     @abstractmethod
-    def position(self, block: Block, row: int) -> FilePosition:
+    def row_position(self, block: Block, row: int) -> FilePosition:
         """Where a row of a block begins, counted from 0; the block was parsed."""
 
     @abstractmethod
@@ -262,7 +268,7 @@ class RawFormat(ABC):
         """Where each row of a block ends: in bytes of text, or in rows [num_rows]."""
 
     @abstractmethod
-    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+    def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
         """Those rows of a block without bad ones for which `mask` [num_rows] is set; where they stand is not told."""
 
     @abstractmethod
@@ -278,7 +284,7 @@ class RawFormat(ABC):
         """The same files; where the first begins with a row instead of names, all get such."""
         return tuple(sources)
 
-    def with_names_of(self, source: Source, layout: RawLayout) -> Source:
+    def with_header_from(self, source: Source, layout: RawLayout) -> Source:
         """The same file with the names that an earlier `layout` gave to columns that had none."""
         return source
 
@@ -290,9 +296,9 @@ class RawFormat(ABC):
         """Whether files of this format can hold rows of a `layout` whose first files were of the format `earlier`, None
         where that is not known."""
         has_lists = any(column.multi_valued and not column.is_empty for column in layout.sparse)
-        return earlier is self or (not has_lists and (earlier is None or earlier.has_columns))
+        return earlier is self or (not has_lists and (earlier is None or earlier.has_named_columns))
 
-    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+    def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those of some columns that have no value in a sample of the rows."""
         return set()
 
@@ -306,32 +312,32 @@ def read_blocks(source: Source, columns: Sequence[str], start: FilePosition | No
 
     Raises MesetaError for a truncated or damaged file.
     """
-    with named_errors(source.path):
+    with wrap_source_errors(source.path):
         yield from source.format.blocks(source, columns, start or FilePosition())
 
 
 @contextmanager
-def open_text(source: Source) -> Iterator[tuple[ByteLines, IO[bytes]]]:
+def open_text(source: Source) -> Iterator[tuple[ByteStream, IO[bytes]]]:
     """Context manager that opens a text file. It yields the decompressed content in UTF-8 and the stored file under
     it, which are one object if nothing is to be converted."""
     with open_file(source.path) as stored:
-        yield as_utf8(decompress(source.path, stored).stream, source.encoding), stored
+        yield transcode_to_utf8(decompress(source.path, stored).stream, source.encoding), stored
 
 
 @contextmanager
-def named_errors(path: str) -> Iterator[None]:
+def wrap_source_errors(path: str) -> Iterator[None]:
     """Context manager that turns errors of decompressors, Parquet and file systems into one that names the file."""
     try:
         yield
     except MesetaError:
         raise
-    except DAMAGED as error:
-        raise MesetaError(f"source {path!r} is truncated or damaged ({one_line(error)}); fetch it again") from None
+    except DECOMPRESSION_ERRORS as error:
+        raise MesetaError(f"source {path!r} is truncated or damaged ({error_summary(error)}); fetch it again") from None
     except (pa.ArrowException, OSError) as error:
-        text = f"source {path!r} cannot be read ({one_line(error)}); fetch it again"
+        text = f"source {path!r} cannot be read ({error_summary(error)}); fetch it again"
         raise reading_error(error, text) from None
     except Exception:
         if not is_url(path):
             raise
-        with remote_errors("source", path, "read"):
+        with wrap_remote_errors("source", path, "read"):
             raise

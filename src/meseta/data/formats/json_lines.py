@@ -11,32 +11,47 @@ from typing import Any
 
 import pyarrow as pa
 
-from meseta.data.formats.format import AskedColumns, Block, FileHead, Source, TextForm, named_errors, open_text
-from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of
-from meseta.data.formats.parse_json_lines import as_array, parse_json_lines
-from meseta.data.formats.partitions import check_partition, guess_partition, sampled_partitions
-from meseta.data.formats.sample import MAX_FIELDS, NUM_PIECES, SMALL_BYTES, go_to_pieces, rows_per_file, spread
+from meseta.data.formats.format import (
+    Block,
+    ColumnRequest,
+    FileHead,
+    Source,
+    TextDialect,
+    open_text,
+    wrap_source_errors,
+)
+from meseta.data.formats.json_records import JsonRowDecoder, NumberLiteral, describe_kind, scalar_text
+from meseta.data.formats.parse_json_lines import parse_json_lines, to_binary_array
+from meseta.data.formats.partitions import check_partition, infer_partition_role, sample_partitions
+from meseta.data.formats.sampling import (
+    MAX_SAMPLED_FIELDS,
+    MAX_SMALL_FILE_BYTES,
+    NUM_PIECES,
+    rows_per_file,
+    sample_sources,
+    seek_pieces,
+)
 from meseta.data.formats.text import BLOCK_BYTES, TextFormat, raw_text
-from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of, with_lists
+from meseta.data.formats.text_columns import add_list_columns, infer_text_layout, text_layout_from_schema
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
-from meseta.data.schema.guess import MISSING, Guess, other_outcome
-from meseta.data.schema.labels import with_signed_labels
-from meseta.data.schema.number_spelling import with_whole_numbers
+from meseta.data.schema.infer import MISSING_TEXTS, ColumnRole, secondary_label_role
+from meseta.data.schema.labels import add_signed_labels
+from meseta.data.schema.number_spelling import add_whole_numbers
 from meseta.data.schema.schema import Schema, check_names
 from meseta.data.whole_numbers import are_whole_numbers
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
-_NAMES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 _MAX_SPARSE_KEYS = 200
 _MIN_DENSITY = 0.02
 """Share of the keys that a row has. A key that it lacks takes no bytes in the file, but memory in a block."""
-_SAMPLED_ITEMS = 50
+_MAX_SAMPLED_ITEMS = 50
 """Values of a list that show whether it holds whole numbers."""
-_BLOCK_BYTES = 1 << 20
+_MAX_BLOCK_BYTES = 1 << 20
 """Of a block, whose rows are decoded to objects of Python."""
-_ONE_A_LINE = "write one object a line, as by jq -c"
+_ONE_PER_LINE_REMEDY = "write one object a line, as by jq -c"
 
 
 class JsonLines(TextFormat):
@@ -44,48 +59,48 @@ class JsonLines(TextFormat):
 
     name = "jsonl"
     title = "JSON lines"
-    endless_cause = _ONE_A_LINE
+    unterminated_row_hint = _ONE_PER_LINE_REMEDY
 
     @property
     def block_bytes(self) -> int:
         """Fewer than of other text."""
-        return min(_BLOCK_BYTES, super().block_bytes)
+        return min(_MAX_BLOCK_BYTES, super().block_bytes)
 
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         """Text that begins as an object, or as a list of them, does, and any text in a file named as JSON."""
-        if head.delimiter is None and not head.header and head.is_named(_NAMES):
-            return TextForm()
+        if head.delimiter is None and not head.header and head.has_suffix(_SUFFIXES):
+            return TextDialect()
         begin = head.text.removeprefix(BOM_UTF8)[:4096].translate(None, b" \t\r\n")
-        return TextForm() if begin.startswith((b'{"', b"{}", b"[{")) else None
+        return TextDialect() if begin.startswith((b'{"', b"{}", b"[{")) else None
 
     def check_content(self, head: FileHead) -> None:
         """Also raise for one document of several lines."""
         super().check_content(head)
         text = head.text.removeprefix(BOM_UTF8).lstrip()
         if text.startswith(b"["):
-            raise MesetaError(f"source {head.path!r} is one list of JSON; {_ONE_A_LINE} '.[]'")
+            raise MesetaError(f"source {head.path!r} is one list of JSON; {_ONE_PER_LINE_REMEDY} '.[]'")
         if text.partition(b"\n")[0].strip() == b"{":
-            raise MesetaError(f"source {head.path!r} has objects of several lines; {_ONE_A_LINE} .")
+            raise MesetaError(f"source {head.path!r} has objects of several lines; {_ONE_PER_LINE_REMEDY} .")
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Keys of the sampled rows."""
         return tuple(self._sample([replace(source, partition={})]).texts)
 
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         """As the schema says, else as named; what that leaves open is inferred from a sample."""
         where = f"source {sources[0].path!r}"
         sample = self._sample(sources)
         names = list(sample.texts)
         if asked.schema:
-            layout = _layout_of_schema(where, asked.schema, sample)
+            layout = _layout_from_schema(where, asked.schema, sample)
         else:
-            known = {key: guess_partition(key, sample.texts[key]) for key in sources[0].partition}
-            known |= sample.guesses()
-            layout = guessed_text_layout(where, sample.texts, asked.named, has_names=True, known=known)
-            layout = with_lists(layout, dict.fromkeys(sample.lists))
-            layout = with_whole_numbers(layout, {**sample.texts, **sample.items})
+            known = {key: infer_partition_role(key, sample.texts[key]) for key in sources[0].partition}
+            known |= sample.inferred_roles()
+            layout = infer_text_layout(where, sample.texts, asked.named_columns, has_names=True, known=known)
+            layout = add_list_columns(layout, dict.fromkeys(sample.lists))
+            layout = add_whole_numbers(layout, {**sample.texts, **sample.items})
         check_names(where, layout.columns, names)
-        layout = with_signed_labels(layout, sample.texts)
+        layout = add_signed_labels(layout, sample.texts)
         used = {*layout.columns}
         return replace(layout, ignored=tuple(name for name in names if name not in used), encoding=sources[0].encoding)
 
@@ -105,27 +120,27 @@ class JsonLines(TextFormat):
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Single values as text; lists and objects as JSON."""
-        decode = RowDecoder().decode
+        decode = JsonRowDecoder().decode
         rows = [decode(line) for line in raw_text(block).split(b"\n")[:-1]]
         columns = [[_key_text(row.get(name)) for row in rows] for name in names]
-        arrays = [as_array(block, name, texts) for name, texts in zip(names, columns, strict=True)]
+        arrays = [to_binary_array(block, name, texts) for name, texts in zip(names, columns, strict=True)]
         return pa.record_batch([array.cast(pa.string()) for array in arrays], schema)
 
-    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+    def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those that are null or missing, or hold a word for it."""
         texts = self._sample(sources).texts
-        return {name for name in names if name in texts and all(value in MISSING for value in texts[name])}
+        return {name for name in names if name in texts and all(value in MISSING_TEXTS for value in texts[name])}
 
-    def _sample(self, sources: Sequence[Source]) -> _Sample:
+    def _sample(self, sources: Sequence[Source]) -> _JsonSample:
         """Raises MesetaError for a damaged file, and where no sampled row is an object."""
-        sample = _Sample()
-        chosen = spread(sources)
+        sample = _JsonSample()
+        chosen = sample_sources(sources)
         for source in chosen:
             fault: MesetaError | None = None
-            budget = sample.num_fields + MAX_FIELDS // len(chosen)
-            for line in self._sampled_lines(source, rows_per_file(1, len(chosen))):
+            budget = sample.num_fields + MAX_SAMPLED_FIELDS // len(chosen)
+            for line in self._sample_lines(source, rows_per_file(1, len(chosen))):
                 try:
-                    row = _SAMPLER.decode(line)
+                    row = _SAMPLE_DECODER.decode(line)
                 except MesetaError as error:
                     fault = fault or error
                 else:
@@ -135,22 +150,22 @@ class JsonLines(TextFormat):
                     break
             if fault and not sample.num_rows:
                 raise MesetaError(
-                    f"source {source.path!r}: no sampled row is an object of JSON: {fault}; {_ONE_A_LINE}"
+                    f"source {source.path!r}: no sampled row is an object of JSON: {fault}; {_ONE_PER_LINE_REMEDY}"
                 )
         sample.finish(f"source {sources[0].path!r}")
-        sample.texts |= sampled_partitions([source.partition for source in sources])
+        sample.texts |= sample_partitions([source.partition for source in sources])
         return sample
 
-    def _sampled_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
+    def _sample_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
         """Lines of pieces that begin all over a file; of one that is compressed, remote or small, from its start."""
-        with named_errors(source.path), open_text(source) as (stream, stored):
+        with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             begin, size = len(self.read_header(source, stream.readline)[1]), source.size_bytes
             stream.seek(begin)
             lines = iter(lambda: stream.readline(BLOCK_BYTES), b"")
-            if stream is not stored or is_url(source.path) or size <= SMALL_BYTES:
+            if stream is not stored or is_url(source.path) or size <= MAX_SMALL_FILE_BYTES:
                 yield from itertools.islice(lines, num_rows)
                 return
-            for _, stop in go_to_pieces(stream, begin, size):
+            for _, stop in seek_pieces(stream, begin, size):
                 place = stream.tell()
                 for line in itertools.islice(lines, -(-num_rows // NUM_PIECES)):
                     yield line
@@ -159,11 +174,11 @@ class JsonLines(TextFormat):
                         break
 
 
-_SAMPLER = RowDecoder(Literal)
+_SAMPLE_DECODER = JsonRowDecoder(NumberLiteral)
 
 
 @dataclass
-class _Sample:
+class _JsonSample:
     """Values of sampled rows by column, in the order in which their keys come first."""
 
     texts: dict[str, list[str]] = field(default_factory=dict)
@@ -182,7 +197,7 @@ class _Sample:
         for name, value in row.items():
             texts = self.texts.setdefault(name, [])
             texts += [""] * (self.num_rows - len(texts))
-            text = text_of(value)
+            text = scalar_text(value)
             texts.append(text or "")
             if text is None:
                 self._add_nested(name, value)
@@ -194,7 +209,7 @@ class _Sample:
         """Of all columns in all rows, missing values among them."""
         return self.num_rows * len(self.texts)
 
-    def finish(self, where: str) -> _Sample:
+    def finish(self, where: str) -> _JsonSample:
         """Fill in what is missing in the last rows. Raises MesetaError for rows with hardly any of the keys."""
         if len(self.texts) > _MAX_SPARSE_KEYS and self.num_values < _MIN_DENSITY * self.num_fields:
             raise MesetaError(
@@ -205,34 +220,36 @@ class _Sample:
             texts.extend([""] * (self.num_rows - len(texts)))
         return self
 
-    def guesses(self) -> dict[str, Guess]:
+    def inferred_roles(self) -> dict[str, ColumnRole]:
         """Roles of the columns that do not hold single values alone."""
         guesses = {}
         for name, holds_ids in self.lists.items():
             if any(self.texts[name]):
-                guesses[name] = Guess("ignore", "lists in some rows, and single values in others")
+                guesses[name] = ColumnRole("ignore", "lists in some rows, and single values in others")
             elif holds_ids:
-                guesses[name] = other_outcome(name) or Guess("categorical", "lists of ids")
+                guesses[name] = secondary_label_role(name) or ColumnRole("categorical", "lists of ids")
             else:
-                guesses[name] = Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
+                guesses[name] = ColumnRole(
+                    "ignore", "no feature holds such lists; take ids, or a column for each number"
+                )
         for name, kind in self.objects.items():
-            guesses[name] = Guess("ignore", f"it holds {kind}")
+            guesses[name] = ColumnRole("ignore", f"it holds {kind}")
         return guesses
 
     def _add_nested(self, name: str, value: Any) -> None:
         items = value if isinstance(value, list) else [value]
         nested = next((item for item in items if isinstance(item, dict | list)), None)
         if nested is not None:
-            self.objects.setdefault(name, kind_of(nested))
+            self.objects.setdefault(name, describe_kind(nested))
         if isinstance(value, list):
-            has_fractions = any(isinstance(item, Literal) for item in value)
-            texts = [text for item in value if (text := text_of(item)) is not None]
+            has_fractions = any(isinstance(item, NumberLiteral) for item in value)
+            texts = [text for item in value if (text := scalar_text(item)) is not None]
             holds_ids = nested is None and (not has_fractions or are_whole_numbers(texts))
             self.lists[name] = self.lists.get(name, True) and holds_ids
-            self.items.setdefault(name, {}).update(dict.fromkeys(texts[:_SAMPLED_ITEMS]))
+            self.items.setdefault(name, {}).update(dict.fromkeys(texts[:_MAX_SAMPLED_ITEMS]))
 
 
-def _layout_of_schema(where: str, schema: Schema, sample: _Sample) -> RawLayout:
+def _layout_from_schema(where: str, schema: Schema, sample: _JsonSample) -> RawLayout:
     if schema.header or schema.delimiter:
         raise MesetaError("prepare: header and delimiter of the --schema file are not for JSON; leave them out")
     for name, weight in schema.weights.items():
@@ -242,15 +259,17 @@ def _layout_of_schema(where: str, schema: Schema, sample: _Sample) -> RawLayout:
     for name in schema.multi_valued:
         if name in sample.lists:
             raise MesetaError(f"{where}: column {name!r} holds lists already; take it from multi_valued")
-    layout = text_layout_of(where, schema.model_copy(update={"weights": {}}), list(sample.texts))
-    layout = with_lists(layout, dict.fromkeys(sample.lists))
+    layout = text_layout_from_schema(where, schema.model_copy(update={"weights": {}}), list(sample.texts))
+    layout = add_list_columns(layout, dict.fromkeys(sample.lists))
     sparse = tuple(
-        replace(column, weighted=True, weight=schema.weights[column.raw]) if column.raw in schema.weights else column
+        replace(column, weighted=True, weight=schema.weights[column.raw_column])
+        if column.raw_column in schema.weights
+        else column
         for column in layout.sparse
     )
     return replace(layout, sparse=sparse)
 
 
 def _key_text(value: Any) -> str:
-    text = text_of(value)
+    text = scalar_text(value)
     return json.dumps(value, separators=(",", ":")) if text is None else text

@@ -10,21 +10,21 @@ from meseta.spec import MesetaError
 
 MAX_ROW_BYTES = 1 << 20
 """Of one row; a decoded row takes up to 30 times as much memory."""
-_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1
+_MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 
-class Literal(str):
+class NumberLiteral(str):
     """A number with a fraction or an exponent, as it is spelled."""
 
 
-class RowDecoder:
+class JsonRowDecoder:
     """Decodes rows. Numbers stay as they are spelled, as in CSV; true and false are bool, and null is None."""
 
     def __init__(self, fraction: Callable[[str], str] = str) -> None:
         """`fraction`: type of numbers with a fraction or an exponent."""
         self._decode = json.JSONDecoder(
-            object_pairs_hook=_object,
-            parse_int=_integer,
+            object_pairs_hook=_build_row,
+            parse_int=_check_integer,
             parse_float=fraction,
             parse_constant=lambda name: fraction(name.lower().replace("infinity", "inf")),
         ).decode
@@ -44,11 +44,11 @@ class RowDecoder:
         except RecursionError:
             raise MesetaError("its values are nested too deeply") from None
         if not isinstance(row, dict):
-            raise MesetaError(f"it must hold one object, and holds {kind_of(row)}")
+            raise MesetaError(f"it must hold one object, and holds {describe_kind(row)}")
         return row
 
 
-def kind_of(value: Any) -> str:
+def describe_kind(value: Any) -> str:
     """Name the kind of a decoded value, for messages."""
     if isinstance(value, dict):
         keys = ", ".join(ascii(key[:20]) for key in list(value)[:3])
@@ -58,7 +58,7 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else "a single value"
 
 
-def text_of(value: Any) -> str | None:
+def scalar_text(value: Any) -> str | None:
     """Return a single value as the field of CSV that says the same, or `None` for a list or an object."""
     if isinstance(value, str):
         return value
@@ -69,17 +69,17 @@ def text_of(value: Any) -> str | None:
     return None
 
 
-def texts_of(value: Any) -> list[str] | None:
+def scalar_texts(value: Any) -> list[str] | None:
     """Return the values of a list of single values; null is an empty list. `None` for anything else."""
     if value is None:
         return []
     if not isinstance(value, list):
         return None
-    texts = [text_of(item) for item in value]
+    texts = [scalar_text(item) for item in value]
     return None if None in texts else texts  # type: ignore[return-value]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
@@ -88,7 +88,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _integer(text: str) -> str:
-    if len(text) > 18 and (len(text) > 20 or not _SMALLEST <= int(text) <= _LARGEST):
+def _check_integer(text: str) -> str:
+    if len(text) > 18 and (len(text) > 20 or not _MIN_INTEGER <= int(text) <= _MAX_INTEGER):
         raise MesetaError(f"the integer {text[:40]} needs more than 64 bits; write it as a string")
     return text

@@ -14,26 +14,26 @@ from numpy.typing import NDArray
 
 from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import (
-    AskedColumns,
     Block,
+    ColumnRequest,
     FileHead,
     FilePosition,
     RawFormat,
     Source,
-    TextForm,
-    named_errors,
+    TextDialect,
+    wrap_source_errors,
 )
 from meseta.data.formats.parquet_files import (
     BLOCK_ROWS,
     open_parquet,
-    parquet_sample,
     parquet_schema,
     read_batches,
+    sample_parquet,
     source_schema,
 )
-from meseta.data.formats.parquet_layout import parquet_layout, parquet_layout_of
+from meseta.data.formats.parquet_layout import infer_parquet_layout, parquet_layout_from_schema
 from meseta.data.formats.parquet_types import is_list
-from meseta.data.formats.parse_parquet import key_values, parse_parquet
+from meseta.data.formats.parse_parquet import cast_key_column, parse_parquet
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
 from meseta.data.row_queue import RowQueue
@@ -47,22 +47,22 @@ class Parquet(RawFormat):
     name = "parquet"
     title = "Parquet"
 
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         """By the first four bytes; a file named so that begins otherwise is a damaged one."""
-        return TextForm() if head.magic == b"PAR1" or head.path.endswith(".parquet") else None
+        return TextDialect() if head.magic == b"PAR1" or head.path.endswith(".parquet") else None
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Those at the top."""
         return tuple(parquet_schema(source).names)
 
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         """As the schema says, else as named, else by types, names and a sample of the rows."""
         if asked.schema and (asked.schema.header or asked.schema.delimiter):
             raise MesetaError(
                 "prepare: header and delimiter of the --schema file are for text; leave them out for Parquet"
             )
         # Rows of text may follow in this dataset, and their categories must be text.
-        return replace(parquet_layout(sources, asked.named, asked.schema), encoding=UTF_8)
+        return replace(infer_parquet_layout(sources, asked.named_columns, asked.schema), encoding=UTF_8)
 
     def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
         """Row groups before the one with `start` are passed over."""
@@ -77,11 +77,11 @@ class Parquet(RawFormat):
         """Goes to the beginning of the row group with a row, and passes over those before it."""
         return ParquetCursor(source, columns)
 
-    def can_enter(self, source: Source) -> bool:
+    def is_seekable(self, source: Source) -> bool:
         """By row groups."""
         return True
 
-    def position(self, block: Block, row: int) -> FilePosition:
+    def row_position(self, block: Block, row: int) -> FilePosition:
         """Its number."""
         return FilePosition(row=block.first_row + row)
 
@@ -89,8 +89,8 @@ class Parquet(RawFormat):
         """As described by `RawFormat.parse`."""
         return parse_parquet(block, _batch(block), layout)
 
-    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """As described by `RawFormat.picked`."""
+    def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.filter_rows`."""
         rows = _batch(block).filter(pa.array(mask))
         return replace(block, raw=rows, num_rows=rows.num_rows)
 
@@ -107,34 +107,34 @@ class Parquet(RawFormat):
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Values as they are stored, in the types common to all files."""
         batch = _batch(block).select(list(names))
-        arrays = [key_values(block, name, batch.column(name), schema.field(name).type) for name in names]
+        arrays = [cast_key_column(block, name, batch.column(name), schema.field(name).type) for name in names]
         return pa.record_batch(arrays, schema)
 
-    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+    def find_empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
         """Those with nulls alone, of numbers NaN too."""
-        sample = parquet_sample(sources, names)
-        return {name for name, arrays in sample.items() if any(map(len, arrays)) and all(map(_is_empty, arrays))}
+        sample = sample_parquet(sources, names)
+        return {name for name, arrays in sample.items() if any(map(len, arrays)) and all(map(_has_only_nulls, arrays))}
 
     def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
         """Lists stay lists, with or without weights, and numbers numbers."""
-        plain = [column for column in layout.values if not column.cross]
+        plain = [column for column in layout.encoded_features if not column.cross]
         schema = Schema.model_construct(
-            labels=layout.raw_labels,
+            labels=layout.raw_label_columns,
             weight=layout.weight,
             group=layout.group,
             time=layout.time,
             dense=list(layout.dense),
             signed=list(layout.signed),
-            categorical=[column.raw for column in plain],
+            categorical=[column.raw_column for column in plain],
             **({} if layout.number_format is None else asdict(layout.number_format)),
-            weights={column.raw: column.weight for column in plain if column.weight is not None},
+            weights={column.raw_column: column.weight for column in plain if column.weight is not None},
             buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},
         )
-        present = parquet_layout_of(source, schema)
+        present = parquet_layout_from_schema(source, schema)
         for now, before in zip(present.sparse, layout.sparse, strict=True):
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
-                kind = source_schema(source).field(before.raw).type
+                kind = source_schema(source).field(before.raw_column).type
                 if pa.types.is_null(kind) or (
                     before.multi_valued and is_list(kind) and pa.types.is_null(kind.value_type)
                 ):
@@ -142,7 +142,8 @@ class Parquet(RawFormat):
                 kinds = {True: "lists", False: "single values"}
                 how = "with weights" if before.weighted else "without weights"
                 raise MesetaError(
-                    f"source {source.path!r}: column {before.raw!r} must hold {kinds[before.multi_valued]} {how}, "
+                    f"source {source.path!r}: column {before.raw_column!r} must hold {kinds[before.multi_valued]} "
+                    f"{how}, "
                     f"as in dataset {str(earlier_dir)!r}"
                 )
 
@@ -153,15 +154,15 @@ class ParquetCursor:
 
     def __init__(self, source: Source, columns: Sequence[str]) -> None:
         self.row = 0
-        self._source, self._columns = source, source.own_columns(columns)
+        self._source, self._columns = source, source.file_columns(columns)
         self._batches: Iterator[pa.RecordBatch] | None = None
-        self._waiting = RowQueue()
-        with ExitStack() as stack, named_errors(source.path):
+        self._decoded = RowQueue()
+        with ExitStack() as stack, wrap_source_errors(source.path):
             self._file = stack.enter_context(open_parquet(source.path))
             sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
             self._group_ends = np.cumsum(sizes, dtype=np.int64)
             self._columns = self._columns or self._file.schema_arrow.names[:1]
-            self._open = stack.pop_all()
+            self._resources = stack.pop_all()
         self.num_rows = self._file.metadata.num_rows
         """Of the file."""
 
@@ -172,8 +173,8 @@ class ParquetCursor:
                 f"source {self._source.path!r} has {self.num_rows:,} rows and none of number {stop.row:,}; fetch it "
                 "again"
             )
-        with named_errors(self._source.path):
-            self._go_to(start.row)
+        with wrap_source_errors(self._source.path):
+            self._seek(start.row)
             rows = self._take(stop.row - start.row)
         return Block(
             source=self._source,
@@ -186,34 +187,34 @@ class ParquetCursor:
 
     def close(self) -> None:
         """Close the file."""
-        self._open.close()
+        self._resources.close()
 
-    def _go_to(self, row: int) -> None:
+    def _seek(self, row: int) -> None:
         here, group = (int(np.searchsorted(self._group_ends, place, side="right")) for place in (self.row, row))
         if row < self.row or group > here or self._batches is None:
             self.row = int(self._group_ends[group - 1]) if group else 0
             groups = list(range(group, self._group_ends.size))
             self._batches = read_batches(self._file, groups, self._columns)
-            self._waiting = RowQueue()
+            self._decoded = RowQueue()
         while self.row < row:
-            self._wait_for(1)
-            passed = self._waiting.take(min(row - self.row, self._waiting.num_rows))
+            self._decode(1)
+            passed = self._decoded.take(min(row - self.row, self._decoded.num_rows))
             self.row += passed.num_rows
 
     def _take(self, num_rows: int) -> pa.RecordBatch:
         """The next rows, without a copy where they are decoded together."""
-        self._wait_for(num_rows)
+        self._decode(num_rows)
         self.row += num_rows
-        [rows] = self._waiting.take(num_rows).combine_chunks().to_batches()
+        [rows] = self._decoded.take(num_rows).combine_chunks().to_batches()
         return rows
 
-    def _wait_for(self, num_rows: int) -> None:
+    def _decode(self, num_rows: int) -> None:
         """Decode so many rows, unless they are waiting."""
-        while self._waiting.num_rows < num_rows:
+        while self._decoded.num_rows < num_rows:
             batch = next(self._batches or iter(()), None)
             if batch is None:
                 raise MesetaError(f"source {self._source.path!r} is truncated or damaged; fetch it again")
-            self._waiting.add(batch)
+            self._decoded.add(batch)
 
 
 def _batch(block: Block) -> pa.RecordBatch:
@@ -221,6 +222,6 @@ def _batch(block: Block) -> pa.RecordBatch:
     return block.raw
 
 
-def _is_empty(column: pa.Array) -> bool:
+def _has_only_nulls(column: pa.Array) -> bool:
     is_number = pa.types.is_floating(column.type)
     return bool(pc.all(pc.is_null(column, nan_is_null=is_number)).as_py())

@@ -11,19 +11,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from meseta.data.formats.format import Source, named_errors
-from meseta.data.formats.parquet_types import ColumnTypes, is_list, is_string, is_whole
-from meseta.data.formats.partitions import check_partition, partition_type, sampled_partitions
-from meseta.data.formats.sample import NUM_PIECES, rows_per_file, spread
-from meseta.data.schema.guess import SAMPLE_ROWS
+from meseta.data.formats.format import Source, wrap_source_errors
+from meseta.data.formats.parquet_types import ColumnTypes, is_integral, is_list, is_string
+from meseta.data.formats.partitions import check_partition, partition_type, sample_partitions
+from meseta.data.formats.sampling import NUM_PIECES, rows_per_file, sample_sources
+from meseta.data.schema.infer import MAX_SAMPLE_ROWS
 from meseta.machine.remote import is_url, open_file
 from meseta.spec import MesetaError
 
 BLOCK_ROWS = 32_768
 """Rows of a block."""
-_EXACT_WHOLE = 2**53
+_MAX_EXACT_INTEGER = 2**53
 """Up to this size, float64 holds every whole number."""
-_EXACT_DIGITS = 15
+_MAX_EXACT_DIGITS = 15
 """Decimals with up to this many digits remain distinct as float64."""
 
 
@@ -44,7 +44,7 @@ def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 def parquet_schema(source: Source) -> pa.Schema:
     """Columns of a file. Raises MesetaError for a damaged one."""
-    with named_errors(source.path), open_parquet(source.path) as file:
+    with wrap_source_errors(source.path), open_parquet(source.path) as file:
         return file.schema_arrow
 
 
@@ -68,21 +68,21 @@ def source_schema(source: Source, types: Mapping[str, pa.DataType] | None = None
     return schema
 
 
-def parquet_sample(
-    sources: Sequence[Source], columns: Sequence[str], max_rows: int = SAMPLE_ROWS
+def sample_parquet(
+    sources: Sequence[Source], columns: Sequence[str], max_rows: int = MAX_SAMPLE_ROWS
 ) -> dict[str, list[pa.Array]]:
     """Column -> its values in up to about `max_rows` sampled rows of files that have it, each in its own type; of
     dictionaries the values. Columns that folders make are sampled from all files.
 
     Raises MesetaError for a damaged file."""
-    chosen = spread(sources)
+    chosen = sample_sources(sources)
     num_rows = min(rows_per_file(len(columns), len(chosen)), -(-max_rows // len(chosen)))
     sample: dict[str, list[pa.Array]] = {name: [] for name in columns}
     for source in chosen:
-        for batch in _sampled_batches(source, columns, num_rows):
+        for batch in _sample_batches(source, columns, num_rows):
             for name, array in zip(batch.schema.names, batch.columns, strict=True):
-                sample[name].append(plain_values(array))
-    partitions = sampled_partitions([source.partition for source in sources])
+                sample[name].append(decode_values(array))
+    partitions = sample_partitions([source.partition for source in sources])
     sample |= {name: [pa.array(partitions[name])] for name in columns if name in partitions}
     return sample
 
@@ -98,9 +98,9 @@ def read_batches(
             yield batch
 
 
-def _sampled_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
+def _sample_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
     """From row groups at equal distances."""
-    with named_errors(source.path), open_parquet(source.path) as file:
+    with wrap_source_errors(source.path), open_parquet(source.path) as file:
         present = {*file.schema_arrow.names}
         names = [name for name in columns if name in present]
         number = min(file.num_row_groups, NUM_PIECES)
@@ -138,29 +138,29 @@ def _check_dictionaries(array: pa.Array) -> None:
             _check_dictionaries(array.field(place))
 
 
-def plain_values(array: pa.Array) -> pa.Array:
+def decode_values(array: pa.Array) -> pa.Array:
     """Values of dictionaries instead of indices, and contiguous text instead of views."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return plain_values(array.dictionary_decode())
+        return decode_values(array.dictionary_decode())
     if pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
 
 
-def check_exact(sources: Sequence[Source], types: ColumnTypes, columns: Sequence[str]) -> None:
+def check_exact_in_float64(sources: Sequence[Source], types: ColumnTypes, columns: Sequence[str]) -> None:
     """Raise MesetaError for an integer or a decimal with more digits than float64 keeps, in a column that other files
     hold as such."""
-    kinds = {field.name: field.type for field in types.common}
-    mixed = [name for name in columns if any(may_lose(kind, kinds[name]) for kind in types.of(name))]
+    kinds = {field.name: field.type for field in types.common_schema}
+    mixed = [name for name in columns if any(can_lose_precision(kind, kinds[name]) for kind in types.get_types(name))]
     for source in sources if mixed else ():
-        with named_errors(source.path), open_parquet(source.path) as file:
+        with wrap_source_errors(source.path), open_parquet(source.path) as file:
             schema = file.schema_arrow
-            own = source.own_columns(mixed)
-            names = [name for name in own if may_lose(schema.field(name).type, kinds[name])]
+            own = source.file_columns(mixed)
+            names = [name for name in own if can_lose_precision(schema.field(name).type, kinds[name])]
             for batch in read_batches(file, range(file.num_row_groups if names else 0), names):
                 for name, array in zip(batch.schema.names, batch.columns, strict=True):
-                    value = _inexact(array, kinds[name])
+                    value = _find_inexact(array, kinds[name])
                     if value is not None:
                         raise MesetaError(
                             f"source {source.path!r}: column {name!r} is {array.type}, and "
@@ -171,34 +171,36 @@ def check_exact(sources: Sequence[Source], types: ColumnTypes, columns: Sequence
 
 def _exact_type(types: ColumnTypes, name: str) -> str:
     """The first type of a column that its common type holds, and a file with it."""
-    common = types.common.field(name).type
-    return next(f"{kind} in {path!r}" for kind, path in types.of(name).items() if not may_lose(kind, common))
+    common = types.common_schema.field(name).type
+    return next(
+        f"{kind} in {path!r}" for kind, path in types.get_types(name).items() if not can_lose_precision(kind, common)
+    )
 
 
-def may_lose(kind: pa.DataType, common: pa.DataType) -> bool:
+def can_lose_precision(kind: pa.DataType, common: pa.DataType) -> bool:
     """Whether values of a type may have more digits than the common type keeps."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_floating(common):
-        is_long = pa.types.is_decimal(kind) and kind.precision > _EXACT_DIGITS
+        is_long = pa.types.is_decimal(kind) and kind.precision > _MAX_EXACT_DIGITS
         return is_long or (pa.types.is_integer(kind) and kind.bit_width == 64)
-    pairs = zip(_fields(kind), _fields(common), strict=False)
-    return any(may_lose(one, other) for one, other in pairs)
+    pairs = zip(_field_types(kind), _field_types(common), strict=False)
+    return any(can_lose_precision(one, other) for one, other in pairs)
 
 
-def _fields(kind: pa.DataType) -> list[pa.DataType]:
+def _field_types(kind: pa.DataType) -> list[pa.DataType]:
     return [kind.field(place).type for place in range(kind.num_fields)]
 
 
-def _inexact(array: pa.Array, common: pa.DataType) -> Mapping[str, Any] | Any:
+def _find_inexact(array: pa.Array, common: pa.DataType) -> Mapping[str, Any] | Any:
     """A value of an array that the common type does not keep, or None."""
-    array = plain_values(array)
+    array = decode_values(array)
     if is_list(array.type):
-        return _inexact(array.flatten(), common.value_type)
+        return _find_inexact(array.flatten(), common.value_type)
     if pa.types.is_struct(array.type):
-        parts = zip(array.flatten(), _fields(common), strict=True)
-        return next((value for part, kind in parts if (value := _inexact(part, kind)) is not None), None)
-    if not may_lose(array.type, common):
+        parts = zip(array.flatten(), _field_types(common), strict=True)
+        return next((value for part, kind in parts if (value := _find_inexact(part, kind)) is not None), None)
+    if not can_lose_precision(array.type, common):
         return None
-    most = _EXACT_WHOLE if is_whole(array.type) else 10 ** (_EXACT_DIGITS - array.type.scale)
+    most = _MAX_EXACT_INTEGER if is_integral(array.type) else 10 ** (_MAX_EXACT_DIGITS - array.type.scale)
     extremes = [value.as_py() for value in pc.min_max(array).values()]
     return next((value for value in extremes if value is not None and abs(value) > most), None)

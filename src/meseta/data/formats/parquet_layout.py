@@ -10,42 +10,48 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meseta.data.formats.format import Source
-from meseta.data.formats.parquet_files import check_exact, parquet_sample, partition_types, plain_values, source_schema
+from meseta.data.formats.parquet_files import (
+    check_exact_in_float64,
+    decode_values,
+    partition_types,
+    sample_parquet,
+    source_schema,
+)
 from meseta.data.formats.parquet_types import (
     ColumnTypes,
-    is_feature,
-    is_fraction,
+    can_be_feature,
+    is_fractional,
     is_id,
     is_list,
-    is_moment,
     is_number,
-    is_pair,
     is_string,
     is_text,
+    is_timestamp_or_date,
+    is_weighted_id,
 )
-from meseta.data.formats.partitions import guess_partition
+from meseta.data.formats.partitions import infer_partition_role
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.schema.guess import (
-    NAMELESS,
-    Guess,
-    guess_column,
-    guess_label,
-    guess_time,
-    other_outcome,
+from meseta.data.schema.infer import (
+    UNNAMED_COLUMN,
+    ColumnRole,
+    infer_label,
+    infer_role,
+    infer_time_role,
+    secondary_label_role,
 )
-from meseta.data.schema.labels import raw_label_columns, with_signed_labels
-from meseta.data.schema.number_spelling import holds_whole_numbers, with_whole_numbers
-from meseta.data.schema.roles import NamedColumns, other_times_of, reasons_of, schema_of
-from meseta.data.schema.schema import Schema, check_names, layout_of
+from meseta.data.schema.labels import add_signed_labels, raw_label_columns
+from meseta.data.schema.number_spelling import add_whole_numbers, holds_whole_numbers
+from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
+from meseta.data.schema.schema import Schema, check_names, layout_from_schema
 from meseta.spec import MesetaError
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the labels of rows."""
-_LIST_ROWS = 1000
+_MAX_LIST_ROWS = 1000
 """Sampled rows of columns of lists."""
 
 
-def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
+def infer_parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
     """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
     weights of ids by their name beside that of a list.
 
@@ -55,25 +61,25 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     first = sources[0]
     where = f"source {str(first.path)!r}"
     types = _column_types(sources, schema)
-    guesses: dict[str, Guess] = {}
+    guesses: dict[str, ColumnRole] = {}
     texts: dict[str, list[str]] = {}
     if schema is None:
-        schema, guesses, texts = _guessed(sources, types, named)
-    labels = raw_label_columns(where, schema.label_names, types.common.names)
-    for name in _missing([*labels, *schema.columns, *schema.weights.values()], schema.ignore):
-        types.check(name, as_ids=name in schema.categorical)
-    layout = _layout_of(where, types.common, schema)
-    for name in layout.texts:
-        types.check(name, as_ids=True)
-    check_exact(sources, types, layout.columns)
-    layout = with_whole_numbers(layout, texts) if texts else layout
+        schema, guesses, texts = _infer_schema(sources, types, named)
+    labels = raw_label_columns(where, schema.label_names, types.common_schema.names)
+    for name in _exclude([*labels, *schema.columns, *schema.weights.values()], schema.ignore):
+        types.check_compatible(name, as_ids=name in schema.categorical)
+    layout = _layout_from_schema(where, types.common_schema, schema)
+    for name in layout.text_columns:
+        types.check_compatible(name, as_ids=True)
+    check_exact_in_float64(sources, types, layout.columns)
+    layout = add_whole_numbers(layout, texts) if texts else layout
     kinds = layout.reasons
-    reasons = {name: f"{kinds[name]}: {reason}" for name, reason in reasons_of(guesses).items()}
+    reasons = {name: f"{kinds[name]}: {reason}" for name, reason in role_reasons(guesses).items()}
     layout = replace(layout, reasons=reasons or kinds, other_times=other_times_of(guesses))
-    if not layout.plain_labels:
+    if not layout.labels_without_rule:
         return layout
-    sample = parquet_sample(sources, layout.plain_labels)
-    return with_signed_labels(layout, {name: _texts(sample[name]) for name in layout.plain_labels})
+    sample = sample_parquet(sources, layout.labels_without_rule)
+    return add_signed_labels(layout, {name: _to_texts(sample[name]) for name in layout.labels_without_rule})
 
 
 def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTypes:
@@ -96,28 +102,28 @@ def _column_types(sources: Sequence[Source], schema: Schema | None) -> ColumnTyp
 
 def _check_same_columns(source: Source, first: Source, expected: Sequence[str], names: Sequence[str]) -> None:
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
-    for name in _missing(expected, names)[:1]:
+    for name in _exclude(expected, names)[:1]:
         raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
-    for name in _missing(names, expected)[:1]:
+    for name in _exclude(names, expected)[:1]:
         raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
 
 
-def _missing(names: Iterable[str], known: Iterable[str]) -> list[str]:
+def _exclude(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """Names without those that are known, in their order."""
     present = {*known}
     return [name for name in names if name not in present]
 
 
-def _guessed(
+def _infer_schema(
     sources: Sequence[Source], types: ColumnTypes, named: NamedColumns
-) -> tuple[Schema, dict[str, Guess], dict[str, list[str]]]:
+) -> tuple[Schema, dict[str, ColumnRole], dict[str, list[str]]]:
     """The schema, the roles of the columns, and sampled values of them."""
-    schema = types.common
+    schema = types.common_schema
     where = f"source {str(sources[0].path)!r}"
-    labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
+    labels = named.labels(where, schema.names) or (infer_label(schema.names) or "label",)
     raw_labels = raw_label_columns(where, labels, schema.names)
     check_names(where, raw_labels, schema.names)
-    names = _missing(schema.names, raw_labels)
+    names = _exclude(schema.names, raw_labels)
     check_names(where, names, schema.names)
     chosen = named.roles(where, names)
     kinds = dict(zip(schema.names, schema.types, strict=True))
@@ -126,17 +132,17 @@ def _guessed(
     }
     free = [field for field in schema if field.name not in raw_labels]
     scalars = [field.name for field in free if _is_scalar(field.type)]
-    sample = parquet_sample(sources, scalars)
-    texts = {name: _texts(sample[name]) for name in scalars}
-    lists = [field.name for field in free if is_list(field.type) and is_feature(field.type)]
+    sample = sample_parquet(sources, scalars)
+    texts = {name: _to_texts(sample[name]) for name in scalars}
+    lists = [field.name for field in free if is_list(field.type) and can_be_feature(field.type)]
     if lists:
-        sample = parquet_sample(sources, lists, _LIST_ROWS)
-        texts |= {name: _texts([_distinct_items(array) for array in sample[name]]) for name in lists}
+        sample = sample_parquet(sources, lists, _MAX_LIST_ROWS)
+        texts |= {name: _to_texts([_distinct_items(array) for array in sample[name]]) for name in lists}
     guesses = {
         field.name: chosen.get(field.name)
-        or _guess_by_name(field.name, weights.get(field.name))
-        or (guess_partition(field.name, texts[field.name]) if field.name in sources[0].partition else None)
-        or _guess(field, types, texts.get(field.name))
+        or _role_from_name(field.name, weights.get(field.name))
+        or (infer_partition_role(field.name, texts[field.name]) if field.name in sources[0].partition else None)
+        or _infer_role(field, types, texts.get(field.name))
         for field in free
     }
     pairs = {
@@ -144,53 +150,59 @@ def _guessed(
         for weight, name in weights.items()
         if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
     }
-    return schema_of(labels, guesses, texts).model_copy(update={"weights": pairs}), guesses, texts
+    return schema_from_roles(labels, guesses, texts).model_copy(update={"weights": pairs}), guesses, texts
 
 
-def _guess_by_name(name: str, weighed: str | None) -> Guess | None:
+def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
     """Of a column that is left out whatever it holds; `weighed`: the column whose weights it holds."""
     if not name:
-        return NAMELESS
+        return UNNAMED_COLUMN
     if _PANDAS_INDEX.fullmatch(name):
-        return Guess("ignore", "the index of pandas")
-    return None if weighed is None else Guess("ignore", f"the weights of {weighed}")
+        return ColumnRole("ignore", "the index of pandas")
+    return None if weighed is None else ColumnRole("ignore", f"the weights of {weighed}")
 
 
-def _guess(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None) -> Guess:
+def _infer_role(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None) -> ColumnRole:
     """Of one column, from its sampled values, or those in its lists. Raises MesetaError for one of different kinds that
     is a feature or a time in some file."""
     kind = field.type
     are_whole = is_list(kind) and holds_whole_numbers(texts or ())
-    if any(is_feature(one, of_fractions=are_whole) or is_moment(one) for one in types.of(field.name)):
-        types.check(field.name, as_ids=not _is_scalar(kind) and not is_moment(kind), of_fractions=are_whole)
-    if is_moment(kind):
-        return guess_time(field.name, "")
+    if any(
+        can_be_feature(one, of_fractions=are_whole) or is_timestamp_or_date(one) for one in types.get_types(field.name)
+    ):
+        types.check_compatible(
+            field.name, as_ids=not _is_scalar(kind) and not is_timestamp_or_date(kind), of_fractions=are_whole
+        )
+    if is_timestamp_or_date(kind):
+        return infer_time_role(field.name, "")
     if is_list(kind):
         if pa.types.is_null(kind.value_type):
-            return Guess("ignore", "no value in any list")
-        if is_feature(kind, of_fractions=are_whole):
+            return ColumnRole("ignore", "no value in any list")
+        if can_be_feature(kind, of_fractions=are_whole):
             reason = (
-                "lists of ids" if is_feature(kind, of_fractions=False) else "lists of ids, all of them whole numbers"
+                "lists of ids"
+                if can_be_feature(kind, of_fractions=False)
+                else "lists of ids, all of them whole numbers"
             )
-            return other_outcome(field.name) or Guess("categorical", reason)
-        return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
+            return secondary_label_role(field.name) or ColumnRole("categorical", reason)
+        return ColumnRole("ignore", "no feature holds such lists; take ids, or a column for each number")
     if texts is None:
-        return Guess("ignore", "no feature holds that")
+        return ColumnRole("ignore", "no feature holds that")
     if pa.types.is_boolean(kind):
-        return other_outcome(field.name) or Guess("dense", "0 and 1")
-    guess = guess_column(field.name, texts)
+        return secondary_label_role(field.name) or ColumnRole("dense", "0 and 1")
+    guess = infer_role(field.name, texts)
     if guess.role in ("dense", "both", "weight") and not is_number(kind):
-        return Guess("categorical", f"text that looks like numbers; {guess.reason}")
-    if guess.role == "both" and is_fraction(kind):
-        return Guess("dense", "numbers; --sparse makes whole ones a category")
+        return ColumnRole("categorical", f"text that looks like numbers; {guess.reason}")
+    if guess.role == "both" and is_fractional(kind):
+        return ColumnRole("dense", "numbers; --sparse makes whole ones a category")
     return guess
 
 
-def _texts(arrays: Sequence[pa.Array]) -> list[str]:
+def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
     """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
     texts: list[str] = []
     for array in arrays:
-        if pa.types.is_boolean(array.type) or is_fraction(array.type):
+        if pa.types.is_boolean(array.type) or is_fractional(array.type):
             numbers = array.cast(pa.float64()).to_pylist()
             texts += ["" if value is None else f"{value:.17g}" for value in numbers]
         else:
@@ -206,33 +218,37 @@ def _distinct_items(lists: pa.Array) -> pa.Array:
     """Values in lists, or the first fields of pairs."""
     if not is_list(lists.type):  # nothing but nulls
         return lists
-    items = plain_values(pc.list_flatten(lists))
-    return pc.unique(plain_values(pc.struct_field(items, [0])) if is_pair(items.type) else items)
+    items = decode_values(pc.list_flatten(lists))
+    return pc.unique(decode_values(pc.struct_field(items, [0])) if is_weighted_id(items.type) else items)
 
 
-def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
+def parquet_layout_from_schema(source: Source, wanted: Schema) -> RawLayout:
     """The layout of one file that a schema gives. Raises MesetaError for a missing column or one of a wrong type."""
-    return _layout_of(f"source {str(source.path)!r}", source_schema(source), wanted)
+    return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), wanted)
 
 
-def _layout_of(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
+def _layout_from_schema(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     if wanted.multi_valued:
         raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
     check_names(where, [*wanted.weights.values(), *wanted.columns], schema.names)
     sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
-    layout = layout_of(where, wanted, sparse, schema.names)
+    layout = layout_from_schema(where, wanted, sparse, schema.names)
     check_names(where, layout.columns, schema.names)
-    crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
+    crossed = [name for c in layout.sparse for name in c.cross if layout.get_buckets(name) is None]
     rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
         (
-            [name for name in layout.numbers if name not in layout.plain_labels],
+            [name for name in layout.numeric_columns if name not in layout.labels_without_rule],
             lambda kind: is_number(kind) or (layout.number_format is not None and is_text(kind)),
             "be a number",
         ),
-        (layout.plain_labels, lambda kind: is_text(kind) or is_number(kind), "hold numbers or words, to be a label"),
-        ([layout.time], lambda kind: is_moment(kind) or is_text(kind) or is_number(kind), "be a time"),
+        (
+            layout.labels_without_rule,
+            lambda kind: is_text(kind) or is_number(kind),
+            "hold numbers or words, to be a label",
+        ),
+        ([layout.time], lambda kind: is_timestamp_or_date(kind) or is_text(kind) or is_number(kind), "be a time"),
         ([layout.group], lambda kind: is_text(kind) or is_number(kind), "hold strings or integers"),
-        (crossed, lambda kind: is_id(kind) or is_fraction(kind), "hold strings or whole numbers to be crossed"),
+        (crossed, lambda kind: is_id(kind) or is_fractional(kind), "hold strings or whole numbers to be crossed"),
     ]
     for names, holds, rule in rules:
         for name in names:
@@ -240,7 +256,7 @@ def _layout_of(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
                 raise MesetaError(f"{where}: column {name!r} must {rule}, but is {kind}")
     return replace(
         layout,
-        ignored=tuple(_missing(schema.names, layout.columns)),
+        ignored=tuple(_exclude(schema.names, layout.columns)),
         reasons={f.name: str(f.type) for f in schema},
     )
 
@@ -249,11 +265,11 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
     kind = schema.field(name).type
     is_null = pa.types.is_null(kind.value_type if is_list(kind) else kind)
     multi_valued = is_list(kind) or (is_null and weight is not None)
-    if is_list(kind) and is_pair(kind.value_type):
+    if is_list(kind) and is_weighted_id(kind.value_type):
         if weight is not None:
             raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
         return SparseColumn(name=name, multi_valued=True, weighted=True)
-    if not (is_feature(kind) or is_null):
+    if not (can_be_feature(kind) or is_null):
         raise MesetaError(
             f"{where}: column {name!r} must hold strings, whole numbers or lists of them, or lists of (id, weight), "
             f"but is {kind}"
@@ -269,7 +285,7 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
     """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
-    if not is_list(types[name]) or is_pair(types[name].value_type):
+    if not is_list(types[name]) or is_weighted_id(types[name].value_type):
         return None
     if f"{name}.weight" in types:
         return f"{name}.weight"

@@ -30,31 +30,31 @@ class ColumnTypes:
             self._names = schema.names
         self._last = schema
 
-    def of(self, name: str) -> Mapping[pa.DataType, str]:
+    def get_types(self, name: str) -> Mapping[pa.DataType, str]:
         """Types of one column, and the first file with each."""
         return self._paths[name]
 
     @cached_property
-    def common(self) -> pa.Schema:
+    def common_schema(self) -> pa.Schema:
         """The columns of the first file, each with its common type; if there is none, with the first one."""
-        return pa.schema([pa.field(name, self._common(name)) for name in self._names])
+        return pa.schema([pa.field(name, self._common_type(name)) for name in self._names])
 
-    def check(self, name: str, *, as_ids: bool = False, of_fractions: bool = True) -> None:
+    def check_compatible(self, name: str, *, as_ids: bool = False, of_fractions: bool = True) -> None:
         """Raise MesetaError if a column has different kinds of types.
 
         With `as_ids`, booleans and numbers are of different kinds, as they are spelled differently, and so are types
-        that can be a feature and a common type that cannot; `of_fractions` is that of `is_feature`."""
+        that can be a feature and a common type that cannot; `of_fractions` is that of `can_be_feature`."""
         kinds = self._paths.get(name, {})
         for (one, path), (other, other_path) in itertools.combinations(kinds.items(), 2):
             common = common_type(one, other, as_text=as_ids)
-            were_features = as_ids and any(is_feature(kind, of_fractions=of_fractions) for kind in (one, other))
-            if common is None or (were_features and not is_feature(common, of_fractions=of_fractions)):
+            were_features = as_ids and any(can_be_feature(kind, of_fractions=of_fractions) for kind in (one, other))
+            if common is None or (were_features and not can_be_feature(common, of_fractions=of_fractions)):
                 raise MesetaError(
                     f"source {other_path!r}: column {name!r} is {other}, and {one} in {path!r}; write both files with "
                     "one type, or leave the column out"
                 )
 
-    def _common(self, name: str) -> pa.DataType:
+    def _common_type(self, name: str) -> pa.DataType:
         first, *others = self._paths[name]
         common = first
         for other in others:
@@ -69,7 +69,7 @@ def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) 
     dates. Lists match lists, and structs match structs with as many fields, if their items or fields do. A number may
     have too many digits for the common type. With `as_text`, booleans are no numbers: they are spelled true and false.
     """
-    one, other = plain_type(one), plain_type(other)
+    one, other = dictionary_value_type(one), dictionary_value_type(other)
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -86,14 +86,14 @@ def common_type(one: pa.DataType, other: pa.DataType, *, as_text: bool = False) 
     return next((join(one, other) for holds, join in _KINDS if holds(one) and holds(other)), None)
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
+def dictionary_value_type(kind: pa.DataType) -> pa.DataType:
     """Return the type without dictionaries at its top."""
-    return plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
+    return dictionary_value_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of a type are text or bytes, or a dictionary of these."""
-    kind = plain_type(kind)
+    kind = dictionary_value_type(kind)
     return is_string(kind) or any(
         holds(kind) for holds in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
     )
@@ -106,20 +106,20 @@ def is_string(kind: pa.DataType) -> bool:
 
 def is_number(kind: pa.DataType) -> bool:
     """Whether values of a type are numbers or booleans."""
-    return is_whole(kind) or pa.types.is_boolean(kind) or is_fraction(kind)
+    return is_integral(kind) or pa.types.is_boolean(kind) or is_fractional(kind)
 
 
-def is_whole(kind: pa.DataType) -> bool:
+def is_integral(kind: pa.DataType) -> bool:
     """Whether values of a type are integers, or decimals without a fraction."""
     return pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale <= 0)
 
 
-def is_fraction(kind: pa.DataType) -> bool:
+def is_fractional(kind: pa.DataType) -> bool:
     """Whether values of a type are numbers that may have a fraction."""
     return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
 
 
-def is_moment(kind: pa.DataType) -> bool:
+def is_timestamp_or_date(kind: pa.DataType) -> bool:
     """Whether values of a type are times or dates."""
     return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
@@ -131,10 +131,10 @@ def is_list(kind: pa.DataType) -> bool:
 
 def is_id(kind: pa.DataType) -> bool:
     """Whether values of a type are text or whole numbers."""
-    return is_text(kind) or is_whole(kind)
+    return is_text(kind) or is_integral(kind)
 
 
-def is_pair(kind: pa.DataType) -> bool:
+def is_weighted_id(kind: pa.DataType) -> bool:
     """Whether values of a type are structs of an id (text or integer) and a weight (number)."""
     return (
         pa.types.is_struct(kind)
@@ -144,34 +144,34 @@ def is_pair(kind: pa.DataType) -> bool:
     )
 
 
-def is_feature(kind: pa.DataType, *, of_fractions: bool = True) -> bool:
+def can_be_feature(kind: pa.DataType, *, of_fractions: bool = True) -> bool:
     """Whether a column of a type can be a feature. `of_fractions`: whether lists of fractions can, because all of them
     are whole numbers."""
-    kind = plain_type(kind)
+    kind = dictionary_value_type(kind)
     if is_list(kind):
-        item = plain_type(kind.value_type)
-        return is_id(item) or is_pair(item) or (of_fractions and is_fraction(item))
+        item = dictionary_value_type(kind.value_type)
+        return is_id(item) or is_weighted_id(item) or (of_fractions and is_fractional(item))
     return is_number(kind) or is_text(kind)
 
 
-def _text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _common_text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     return pa.large_string() if is_string(one) and is_string(other) else pa.large_binary()
 
 
-def _number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """The type of the larger range; float64 if it is not of one of both."""
     if pa.types.is_boolean(one) or pa.types.is_boolean(other):
         return other if pa.types.is_boolean(one) else one
     if pa.types.is_floating(one) or pa.types.is_floating(other):
         return pa.float64()
     if pa.types.is_decimal(one) or pa.types.is_decimal(other):
-        return _decimal(one, other)
+        return _common_decimal(one, other)
     if pa.types.is_signed_integer(one) == pa.types.is_signed_integer(other):
         return max(one, other, key=lambda kind: kind.bit_width)
-    return pa.int64() if max(one.bit_width, other.bit_width) < 64 else _decimal(one, other)
+    return pa.int64() if max(one.bit_width, other.bit_width) < 64 else _common_decimal(one, other)
 
 
-def _decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _common_decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """A decimal with all digits of both."""
     digits = [(kind.precision, kind.scale) if pa.types.is_decimal(kind) else (20, 0) for kind in (one, other)]
     scale = max(scale for _, scale in digits)
@@ -179,14 +179,14 @@ def _decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     return pa.decimal128(precision, scale) if precision <= 38 else pa.decimal256(min(precision, 76), scale)
 
 
-def _moment(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _common_timestamp(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     zones = [kind.tz for kind in (one, other) if pa.types.is_timestamp(kind) and kind.tz]
     return pa.timestamp("ns", zones[0] if zones else None)
 
 
 _KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType, pa.DataType], pa.DataType]], ...] = (
-    (is_text, _text),
-    (is_number, _number),
-    (is_moment, _moment),
+    (is_text, _common_text),
+    (is_number, _common_number),
+    (is_timestamp_or_date, _common_timestamp),
 )
 """Kinds of single values, and the common type of two of one kind."""

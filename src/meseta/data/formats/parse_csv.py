@@ -16,16 +16,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
-from meseta.data.formats.csv_records import header_names, read_header, records
+from meseta.data.formats.csv_records import iter_records, parse_header, read_header
 from meseta.data.formats.format import FIX_LINE, Block
-from meseta.data.formats.plain_numbers import plain_number, plain_numbers
-from meseta.data.formats.table_rows import read_rows
-from meseta.data.formats.values import label_numbers
+from meseta.data.formats.normalize_numbers import normalize_number, normalize_numbers_strictly
+from meseta.data.formats.table_rows import convert_rows
+from meseta.data.formats.values import replace_label_words
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.number_format import NumberFormat, format_hint
 from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse
-from meseta.data.schema.guess import MISSING, NO, NULLS, YES
-from meseta.errors import one_line
+from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, NULL_TEXTS, TRUE_WORDS
+from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
 
@@ -33,28 +33,28 @@ def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
-    columns = block.source.own_columns(layout.columns) or block.header[:1]
+    columns = block.source.file_columns(layout.columns) or block.header[:1]
     places = {name: f"f{first[name]}" for name in columns}
-    words = _begins_with_word(block, raw, layout)
+    words = _has_word_label(block, raw, layout)
     try:
         try:
             table = _read(block, raw, layout, places, labels_are_words=words)
         except pa.ArrowInvalid:
-            if words or not layout.plain_labels:
+            if words or not layout.labels_without_rule:
                 raise
             table = _read(block, raw, layout, places, labels_are_words=True)  # a label further down may be a word
     except pa.ArrowInvalid as error:
-        raise _explain(block, raw, layout, one_line(error)) from None
+        raise _locate_error(block, raw, layout, error_summary(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
-        raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    return read_rows(CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block)
+        raise _locate_error(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
+    return convert_rows(CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block)
 
 
 def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
     """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
-    texts = {*layout.texts, *(layout.plain_labels if labels_are_words else ())}
-    texts.update(() if layout.number_format is None else layout.numbers)
-    numbers = {*layout.numbers} - texts
+    texts = {*layout.text_columns, *(layout.labels_without_rule if labels_are_words else ())}
+    texts.update(() if layout.number_format is None else layout.numeric_columns)
+    numbers = {*layout.numeric_columns} - texts
     types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
     # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
     # the cut, and the parser takes a field that is never closed for one that is.
@@ -68,7 +68,7 @@ def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *
         ),
         arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
         arrow_csv.ConvertOptions(
-            column_types=types, include_columns=list(types), null_values=NULLS, strings_can_be_null=False
+            column_types=types, include_columns=list(types), null_values=NULL_TEXTS, strings_can_be_null=False
         ),
     ).combine_chunks()
 
@@ -113,39 +113,39 @@ class CsvColumns:
     raw: bytes
     layout: RawLayout
     table: pa.Table
-    places: dict[str, str]
+    table_names: dict[str, str]
     """Name of each column to that in the table."""
 
     def numbers(self, name: str) -> pa.Array:
-        column = self.spelled_numbers(name)
+        column = self.raw_numbers(name)
         if not pa.types.is_binary(column.type):
             return column
         try:
             texts = column.cast(pa.string())
-            if name in self.layout.plain_labels:
-                texts = label_numbers(texts)
-            texts = self.plain_numbers(texts)
-            return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
+            if name in self.layout.labels_without_rule:
+                texts = replace_label_words(texts)
+            texts = self.normalize_numbers(texts)
+            return pc.if_else(pc.is_in(texts, pa.array(NULL_TEXTS)), None, texts).cast(pa.float64())
         except pa.ArrowInvalid as error:
-            raise self.explain(one_line(error)) from None
+            raise self.locate_error(error_summary(error)) from None
 
-    def spelled_numbers(self, name: str) -> pa.Array:
+    def raw_numbers(self, name: str) -> pa.Array:
         """Return numbers float64 [n], or binary [n] as they are spelled."""
-        return self.table.column(self.places[name]).chunk(0)
+        return self.table.column(self.table_names[name]).chunk(0)
 
-    def plain_numbers(self, texts: pa.Array) -> pa.Array:
+    def normalize_numbers(self, texts: pa.Array) -> pa.Array:
         """Return numbers, string [n], without the signs of the format."""
         number_format = self.layout.number_format
-        return texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
+        return texts if number_format is None else normalize_numbers_strictly(number_format, texts).cast(pa.string())
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name)
 
     def texts(self, name: str) -> pa.Array:
-        return self.table.column(self.places[name]).chunk(0)
+        return self.table.column(self.table_names[name]).chunk(0)
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        texts = self.texts(column.raw)
+        texts = self.texts(column.raw_column)
         if column.separator is None:
             return RawSparse(texts)
         lists = pc.split_pattern(texts, column.separator)
@@ -169,10 +169,10 @@ class CsvColumns:
     def weights(self, name: str, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
         """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
         try:
-            texts = self.plain_numbers(texts.cast(pa.string()))
+            texts = self.normalize_numbers(texts.cast(pa.string()))
             numbers = texts.cast(pa.float64()).to_numpy()
         except pa.ArrowInvalid:
-            numbers = np.array([_number(text) for text in texts.cast(pa.binary()).to_pylist()], np.float64)
+            numbers = np.array([_parse_number(text) for text in texts.cast(pa.binary()).to_pylist()], np.float64)
         with np.errstate(over="ignore"):  # what overflows is not finite
             weights = numbers.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(weights))
@@ -180,37 +180,37 @@ class CsvColumns:
             raise self.error(int(owner[bad[0]]), name, "has a weight that is no finite number")
         return weights
 
-    def explain(self, detail: str) -> MesetaError:
+    def locate_error(self, detail: str) -> MesetaError:
         """Name the first value that is no number."""
-        return _explain(self.block, self.raw, self.layout, detail)
+        return _locate_error(self.block, self.raw, self.layout, detail)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
         """Goes through the records up to that of the row, for its line."""
-        source, place = f"source {str(self.block.source.path)!r}", int(self.places[name][1:])
+        source, place = f"source {str(self.block.source.path)!r}", int(self.table_names[name][1:])
         with contextlib.suppress(csv.Error):  # a field that is too long for the csv module
-            for line, _, fields in itertools.islice(records(self.raw, self.block.source.delimiter), row, row + 1):
+            for line, _, fields in itertools.islice(iter_records(self.raw, self.block.source.delimiter), row, row + 1):
                 where = f"{source}, line {self.block.first_line + line + 1}"
                 if len(fields) != len(self.block.header):  # a blank line, which gives missing values
-                    return MesetaError(f"{where}: {_unequal(self.block, fields)}", remedy=FIX_LINE)
+                    return MesetaError(f"{where}: {_field_count_reason(self.block, fields)}", remedy=FIX_LINE)
                 return MesetaError(f"{where}, column {name!r}: {fields[place][:40]!r} {problem}", remedy=FIX_LINE)
         where = f"{source}, row {row + 1} after line {self.block.first_line}"
         return MesetaError(f"{where}, column {name!r}: the value {problem}", remedy="fix or remove the row")
 
 
-def _begins_with_word(block: Block, raw: bytes, layout: RawLayout) -> bool:
+def _has_word_label(block: Block, raw: bytes, layout: RawLayout) -> bool:
     """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
     with contextlib.suppress(csv.Error, ValueError):
-        fields = header_names(read_header(io.BytesIO(raw).readline), block.source.delimiter)
+        fields = parse_header(read_header(io.BytesIO(raw).readline), block.source.delimiter)
         if len(fields) == len(block.header):
-            return any(_is_word(fields[block.header.index(name)]) for name in layout.plain_labels)
+            return any(_is_label_word(fields[block.header.index(name)]) for name in layout.labels_without_rule)
     return False
 
 
-def _is_word(text: str) -> bool:
-    return text.strip().lower() in (*YES, *NO)
+def _is_label_word(text: str) -> bool:
+    return text.strip().lower() in (*TRUE_WORDS, *FALSE_WORDS)
 
 
-def _number(text: bytes) -> float:
+def _parse_number(text: bytes) -> float:
     """What a text says, or NaN."""
     try:
         return math.nan if b"_" in text else float(text)
@@ -218,14 +218,14 @@ def _number(text: bytes) -> float:
         return math.nan
 
 
-def _explain(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
+def _locate_error(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
     """Go through the records of a block that did not parse and name the first bad field."""
     source = f"source {str(block.source.path)!r}"
     first = block.first_line + 1
     try:
-        for line, record, fields in records(raw, block.source.delimiter):
+        for line, record, fields in iter_records(raw, block.source.delimiter):
             first = block.first_line + line + 1
-            problem = _problem(block, layout, record, fields)
+            problem = _invalid_record_reason(block, layout, record, fields)
             if problem:
                 return MesetaError(f"{source}, line {first}{problem}", remedy=FIX_LINE)
     except csv.Error as error:
@@ -233,30 +233,32 @@ def _explain(block: Block, raw: bytes, layout: RawLayout, detail: str) -> Meseta
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")
 
 
-def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
+def _invalid_record_reason(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
     """What is wrong with a record, to follow the number of its line, or None."""
     if record.count(b'"') % 2:
         return ": a quote is not closed, or stands in a field that is not quoted"
     if len(fields) != len(block.header):
-        return f": {_unequal(block, fields)}"
-    for name in block.source.own_columns(layout.numbers):
+        return f": {_field_count_reason(block, fields)}"
+    for name in block.source.file_columns(layout.numeric_columns):
         text = fields[block.header.index(name)]
-        rule = rule_broken(text, is_label=name in layout.plain_labels, number_format=layout.number_format)
+        rule = invalid_number_reason(
+            text, is_label=name in layout.labels_without_rule, number_format=layout.number_format
+        )
         if rule:
             return f", column {name!r}: {text[:40]!r} {rule}"
     return None
 
 
-def _unequal(block: Block, fields: list[str]) -> str:
+def _field_count_reason(block: Block, fields: list[str]) -> str:
     return f"{len(fields)} fields, but the header has {len(block.header)}"
 
 
-def rule_broken(text: str, *, is_label: bool, number_format: NumberFormat | None) -> str | None:
+def invalid_number_reason(text: str, *, is_label: bool, number_format: NumberFormat | None) -> str | None:
     """The rule that a number does not keep as a text; that of its size is checked where it is one."""
-    if text in MISSING or (is_label and _is_word(text)):
+    if text in MISSING_TEXTS or (is_label and _is_label_word(text)):
         return None
-    plain = text if number_format is None else plain_number(number_format, text)
-    number = _number(plain.encode())
+    plain = text if number_format is None else normalize_number(number_format, text)
+    number = _parse_number(plain.encode())
     if math.isnan(number):
         hint = format_hint([text])
         if hint is not None:

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.data.formats.format import FIX_LINE, Block
-from meseta.data.formats.json_records import Literal, RowDecoder, kind_of, text_of, texts_of
-from meseta.data.formats.parse_csv import CsvColumns, rule_broken
-from meseta.data.formats.plain_numbers import plain_numbers
-from meseta.data.formats.table_rows import read_rows
+from meseta.data.formats.json_records import JsonRowDecoder, NumberLiteral, describe_kind, scalar_text, scalar_texts
+from meseta.data.formats.normalize_numbers import normalize_numbers_strictly
+from meseta.data.formats.parse_csv import CsvColumns, invalid_number_reason
+from meseta.data.formats.table_rows import convert_rows
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.number_format import NumberFormat
 from meseta.data.raw_rows import RawRows, RawSparse
@@ -23,42 +23,42 @@ from meseta.spec import MesetaError
 def parse_json_lines(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     lists = list_columns(layout)
-    names = block.source.own_columns(layout.columns)
+    names = block.source.file_columns(layout.columns)
     number_format = layout.number_format
-    columns = decoded_columns(block, raw, names, lists, RowDecoder(str if number_format is None else Literal))
+    columns = decode_columns(block, raw, names, lists, JsonRowDecoder(str if number_format is None else NumberLiteral))
     numbers: dict[str, pa.Array] = {}
     if number_format is not None:
-        for name in block.source.own_columns(layout.numbers):
-            numbers[name] = as_array(block, name, _plain_numbers(columns[name], number_format))
-        for weight in (column.weight for column in layout.values if column.weight is not None):
-            columns[weight] = [_plain_numbers(texts, number_format) for texts in columns[weight]]
+        for name in block.source.file_columns(layout.numeric_columns):
+            numbers[name] = to_binary_array(block, name, _normalize_numbers(columns[name], number_format))
+        for weight in (column.weight for column in layout.encoded_features if column.weight is not None):
+            columns[weight] = [_normalize_numbers(texts, number_format) for texts in columns[weight]]
     singles = [name for name in names if name not in lists]
-    table = pa.table({name: as_array(block, name, columns[name]) for name in singles})
+    table = pa.table({name: to_binary_array(block, name, columns[name]) for name in singles})
     places = {name: name for name in singles}
     lists_of = {name: columns[name] for name in lists}
     # JSON numbers have no signs of a format; those of numbers in strings were removed above.
     plain = replace(layout, number_format=None)
-    return read_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
+    return convert_rows(_JsonColumns(block, raw, plain, table, places, lists_of, numbers), layout, block)
 
 
-def _plain_numbers(texts: Sequence[str], number_format: NumberFormat) -> list[str]:
+def _normalize_numbers(texts: Sequence[str], number_format: NumberFormat) -> list[str]:
     """Return texts of numbers without the signs of the format; numbers of JSON have none."""
     spelled = pa.array([text.encode(errors="surrogatepass") for text in texts], pa.binary())
-    plain = plain_numbers(number_format, spelled).to_pylist()
+    plain = normalize_numbers_strictly(number_format, spelled).to_pylist()
     return [
-        text if isinstance(text, Literal) else number.decode(errors="surrogatepass")
+        text if isinstance(text, NumberLiteral) else number.decode(errors="surrogatepass")
         for text, number in zip(texts, plain, strict=True)
     ]
 
 
 def list_columns(layout: RawLayout) -> list[str]:
     """Return the columns of a layout whose values are lists of JSON."""
-    lists = [column for column in layout.values if column.multi_valued and column.separator is None]
-    return [name for column in lists for name in (column.raw, column.weight) if name is not None]
+    lists = [column for column in layout.encoded_features if column.multi_valued and column.separator is None]
+    return [name for column in lists for name in (column.raw_column, column.weight) if name is not None]
 
 
-def decoded_columns(
-    block: Block, raw: bytes, names: Sequence[str], lists: Sequence[str], decoder: RowDecoder
+def decode_columns(
+    block: Block, raw: bytes, names: Sequence[str], lists: Sequence[str], decoder: JsonRowDecoder
 ) -> dict[str, list[Any]]:
     """Return the texts [num_rows] of each column, or a list of texts for each row; a key that a row lacks is missing.
 
@@ -66,7 +66,7 @@ def decoded_columns(
     """
     decode, partition = decoder.decode, block.source.partition
     columns: dict[str, list[Any]] = {name: [] for name in names}
-    takers = [(name, texts_of if name in lists else text_of, columns[name]) for name in names]
+    takers = [(name, scalar_texts if name in lists else scalar_text, columns[name]) for name in names]
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_line + 1):
         try:
             row = decode(line)
@@ -79,12 +79,12 @@ def decoded_columns(
             value = take(row.get(name))
             if value is None:
                 rule = "must be a list of single values" if name in lists else "must be a single value"
-                raise _error(block, number, f"column {name!r} {rule}, and is {kind_of(row[name])}")
+                raise _error(block, number, f"column {name!r} {rule}, and is {describe_kind(row[name])}")
             values.append(value)
     return columns
 
 
-def as_array(block: Block, name: str, texts: Sequence[str]) -> pa.Array:
+def to_binary_array(block: Block, name: str, texts: Sequence[str]) -> pa.Array:
     """Return texts as binary. Raises MesetaError for one that UTF-8 cannot hold."""
     try:
         return pa.array(texts, pa.binary())
@@ -103,29 +103,29 @@ class _JsonColumns(CsvColumns):
     number_texts: dict[str, pa.Array]
     """Column -> its numbers, binary [n], if they are spelled otherwise in the file."""
 
-    def spelled_numbers(self, name: str) -> pa.Array:
-        return self.number_texts[name] if name in self.number_texts else super().spelled_numbers(name)
+    def raw_numbers(self, name: str) -> pa.Array:
+        return self.number_texts[name] if name in self.number_texts else super().raw_numbers(name)
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        if column.raw not in self.lists:
+        if column.raw_column not in self.lists:
             return super().sparse(column)
-        rows = self.lists[column.raw]
+        rows = self.lists[column.raw_column]
         lengths = np.array([len(row) for row in rows], np.int64)
-        values = self._flat(column.raw)
+        values = self._flatten(column.raw_column)
         if column.weight is None:
             return RawSparse(values, lengths)
         unequal = np.flatnonzero(lengths != [len(row) for row in self.lists[column.weight]])
         if unequal.size:
             raise self.error(int(unequal[0]), column.weight, f"must be as long as that of {column.name!r}")
         owner = np.repeat(np.arange(len(rows)), lengths)
-        return RawSparse(values, lengths, self.weights(column.weight, self._flat(column.weight), owner))
+        return RawSparse(values, lengths, self.weights(column.weight, self._flatten(column.weight), owner))
 
-    def _flat(self, name: str) -> pa.Array:
+    def _flatten(self, name: str) -> pa.Array:
         rows = self.lists[name]
         try:
             return pa.array([text for row in rows for text in row], pa.binary())
         except UnicodeEncodeError:
-            as_array(self.block, name, ["".join(row) for row in rows])
+            to_binary_array(self.block, name, ["".join(row) for row in rows])
             raise
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
@@ -133,13 +133,15 @@ class _JsonColumns(CsvColumns):
         number = self.block.first_line + row + 1
         return _error(self.block, number, f"column {name!r}: {repr(value)[:40]} {problem}")
 
-    def explain(self, detail: str) -> MesetaError:
-        for name in self.block.source.own_columns(self.layout.numbers):
-            texts = zip(self.texts(name).to_pylist(), self.spelled_numbers(name).to_pylist(), strict=True)
+    def locate_error(self, detail: str) -> MesetaError:
+        for name in self.block.source.file_columns(self.layout.numeric_columns):
+            texts = zip(self.texts(name).to_pylist(), self.raw_numbers(name).to_pylist(), strict=True)
             for row, (text, number) in enumerate(texts):
-                is_label = name in self.layout.plain_labels
-                if rule_broken(number.decode(), is_label=is_label, number_format=None):
-                    rule = rule_broken(text.decode(), is_label=is_label, number_format=None) or "is not a number"
+                is_label = name in self.layout.labels_without_rule
+                if invalid_number_reason(number.decode(), is_label=is_label, number_format=None):
+                    rule = (
+                        invalid_number_reason(text.decode(), is_label=is_label, number_format=None) or "is not a number"
+                    )
                     return self.error(row, name, rule)
         return _error(self.block, self.block.first_line + 1, f"or a later one: {detail}")
 

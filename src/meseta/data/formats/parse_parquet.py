@@ -10,25 +10,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from meseta.data.formats.encodings import first_not_utf8
+from meseta.data.formats.encodings import find_invalid_utf8
 from meseta.data.formats.format import Block
-from meseta.data.formats.parquet_files import plain_values
-from meseta.data.formats.parquet_types import is_fraction, is_list, is_string, is_text
-from meseta.data.formats.plain_numbers import plain_numbers
-from meseta.data.formats.table_rows import read_rows
-from meseta.data.formats.values import label_numbers
+from meseta.data.formats.normalize_numbers import normalize_numbers_strictly
+from meseta.data.formats.parquet_files import decode_values
+from meseta.data.formats.parquet_types import is_fractional, is_list, is_string, is_text
+from meseta.data.formats.table_rows import convert_rows
+from meseta.data.formats.values import replace_label_words
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.number_format import NumberFormat
-from meseta.data.raw_rows import RawRows, RawSparse, row_of_value
-from meseta.data.schema.guess import MISSING, NULLS, number_of
+from meseta.data.raw_rows import RawRows, RawSparse, find_value_row
+from meseta.data.schema.infer import MISSING_TEXTS, NULL_TEXTS, parse_number
 from meseta.data.whole_numbers import respell_whole_numbers
-from meseta.errors import one_line
+from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_ParquetColumns(block, batch, layout), layout, block)
+    return convert_rows(_ParquetColumns(block, batch, layout), layout, block)
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _ParquetColumns:
         column = self._values(name)
         if is_text(column.type):  # the layout allows that for labels, and if a format of numbers is given
             number_format = self.layout.number_format
-            if name in self.layout.plain_labels:
-                return _numbers_of_texts(_as_strings(column), number_format)
-            plain = plain_numbers(number_format or NumberFormat(), column)
+            if name in self.layout.labels_without_rule:
+                return _parse_numbers(_as_strings(column), number_format)
+            plain = normalize_numbers_strictly(number_format or NumberFormat(), column)
             texts = [text.decode(errors="replace") for text in plain.to_pylist()]
-            numbers = [None if text in NULLS else number_of(text) for text in texts]
+            numbers = [None if text in NULL_TEXTS else parse_number(text) for text in texts]
             for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
-                if number is None and text not in NULLS:
+                if number is None and text not in NULL_TEXTS:
                     raise self.error(row, name, "is not a number")
             return pa.array(numbers, pa.float64())
         return column.cast(pa.float64(), safe=False)
@@ -59,19 +59,19 @@ class _ParquetColumns:
         return column.cast(pa.float64()) if pa.types.is_null(column.type) else column
 
     def texts(self, name: str) -> pa.Array:
-        texts, place = _texts(self._values(name), is_exact=self.layout.has_whole_numbers(name))
+        texts, place = _to_texts(self._values(name), is_exact=self.layout.has_whole_numbers(name))
         if place is not None:
             raise self.error(place, name, "is not a whole number")
         return texts
 
     def sparse(self, column: SparseColumn) -> RawSparse:
         if not column.multi_valued:
-            return RawSparse(self.texts(column.raw))
-        array = self._lists(column.raw)
+            return RawSparse(self.texts(column.raw_column))
+        array = self._lists(column.raw_column)
         lengths = _list_lengths(array)
         values = array.flatten()
         if not column.weighted:
-            return RawSparse(self._texts_of_lists(column.raw, values, lengths), lengths)
+            return RawSparse(self._texts_of_lists(column.raw_column, values, lengths), lengths)
         weight_name = column.weight or column.name
         if column.weight is None:
             if not pa.types.is_struct(values.type):
@@ -85,20 +85,20 @@ class _ParquetColumns:
                 raise self._error(int(unequal[0]), weight_name, problem)
             weights = weight_array.flatten()
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
-            numbers = _numbers(plain_values(weights)).astype(np.float32)
+            numbers = _to_float64(decode_values(weights)).astype(np.float32)
         if not np.isfinite(numbers).all():
-            owner = row_of_value(int(np.flatnonzero(~np.isfinite(numbers))[0]), lengths)
+            owner = find_value_row(int(np.flatnonzero(~np.isfinite(numbers))[0]), lengths)
             raise self._error(owner, weight_name, "a weight is missing or not finite")
-        return RawSparse(self._texts_of_lists(column.raw, values, lengths), lengths, numbers)
+        return RawSparse(self._texts_of_lists(column.raw_column, values, lengths), lengths, numbers)
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
         value = self.batch.column(name)[row]
-        shown = "a missing value" if not value.is_valid else _shown(value)[:40]
+        shown = "a missing value" if not value.is_valid else _format_value(value)[:40]
         return self._error(row, name, f"{shown} {problem}")
 
     def _values(self, name: str) -> pa.Array:
         """Single values. Raises MesetaError for text that is not UTF-8."""
-        array = plain_values(self.batch.column(name))
+        array = decode_values(self.batch.column(name))
         self._check_text(name, array)
         return array
 
@@ -107,51 +107,53 @@ class _ParquetColumns:
         return array if is_list(array.type) else array.cast(pa.list_(pa.null()))  # a file may hold nothing but nulls
 
     def _texts_of_lists(self, name: str, values: pa.Array, lengths: NDArray[np.int64]) -> pa.Array:
-        values = plain_values(values)
+        values = decode_values(values)
         self._check_text(name, values, lengths)
-        texts, place = _texts(values, is_exact=self.layout.has_whole_numbers(name))
+        texts, place = _to_texts(values, is_exact=self.layout.has_whole_numbers(name))
         if place is not None:
-            owner = row_of_value(place, lengths)
+            owner = find_value_row(place, lengths)
             raise self._error(owner, name, f"{values[place].as_py()} in a list is not a whole number")
         return texts
 
     def _check_text(self, name: str, values: pa.Array, lengths: NDArray[np.int64] | None = None) -> None:
-        if is_string(values.type) and (fault := first_not_utf8(values)):
-            row = row_of_value(fault.place, lengths)
-            raise self._error(row, name, f"{fault.shown} is not UTF-8, which Parquet strings are")
+        if is_string(values.type) and (fault := find_invalid_utf8(values)):
+            row = find_value_row(fault.position, lengths)
+            raise self._error(row, name, f"{fault.preview} is not UTF-8, which Parquet strings are")
 
     def _error(self, row: int, name: str, problem: str) -> MesetaError:
         where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
         return MesetaError(f"{where}, column {name!r}: {problem}", remedy="fix the row")
 
 
-def key_values(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
+def cast_key_column(block: Block, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return values as they are, in a type common to all files. Raises MesetaError for one that it does not hold, and
     for text that is not UTF-8."""
     try:
-        values = array if array.type == kind else plain_values(array).cast(kind)
+        values = array if array.type == kind else decode_values(array).cast(kind)
         values.validate(full=True)
     except pa.ArrowInvalid as error:
         where = f"source {block.source.path!r}, from row {block.first_row + 1} on, column {name!r}"
-        raise MesetaError(f"keys: {where}: {one_line(error)}; leave that column out") from None
+        raise MesetaError(f"keys: {where}: {error_summary(error)}; leave that column out") from None
     return values
 
 
-def _numbers_of_texts(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
+def _parse_numbers(texts: pa.Array, number_format: NumberFormat | None) -> pa.Array:
     """float64, missing values as null and texts that spell neither a number nor a label as infinity."""
     try:
-        texts = label_numbers(texts.cast(pa.string()))
-        texts = texts if number_format is None else plain_numbers(number_format, texts).cast(pa.string())
-        return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
+        texts = replace_label_words(texts.cast(pa.string()))
+        texts = texts if number_format is None else normalize_numbers_strictly(number_format, texts).cast(pa.string())
+        return pc.if_else(pc.is_in(texts, pa.array(NULL_TEXTS)), None, texts).cast(pa.float64())
     except pa.ArrowInvalid:
         if not pa.types.is_string(texts.type):
             texts = pa.array([value.decode(errors="replace") for value in texts.to_pylist()], pa.string())
-            return _numbers_of_texts(texts, number_format)
-        numbers = [math.nan if text in MISSING else number_of(text) for text in label_numbers(texts).to_pylist()]
+            return _parse_numbers(texts, number_format)
+        numbers = [
+            math.nan if text in MISSING_TEXTS else parse_number(text) for text in replace_label_words(texts).to_pylist()
+        ]
         return pa.array([math.inf if number is None else number for number in numbers], pa.float64())
 
 
-def _numbers(column: pa.Array) -> NDArray[np.float64]:
+def _to_float64(column: pa.Array) -> NDArray[np.float64]:
     """float64, null as NaN."""
     return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
 
@@ -161,7 +163,7 @@ def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _shown(value: pa.Scalar) -> str:
+def _format_value(value: pa.Scalar) -> str:
     """A value for messages; Python has none for some times."""
     try:
         return repr(value.as_py())
@@ -169,13 +171,13 @@ def _shown(value: pa.Scalar) -> str:
         return str(value.cast(pa.string()).as_py())
 
 
-def _texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
+def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]:
     """Values as text, missing ones as the empty string; and the place of the first number that is not whole.
 
     With `is_exact`, doubles up to 2^64 are kept, and decimals without rounding to double first, as they once were."""
-    if not is_fraction(array.type):
+    if not is_fractional(array.type):
         return _as_strings(array), None
-    values = _numbers(array)
+    values = _to_float64(array)
     is_present = ~np.isnan(values)
     low, high = -(2.0**63), 2.0**64 if is_exact else 2.0**63
     with np.errstate(invalid="ignore"):

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from meseta.data.formats.format import FIX_LINE, Block
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows, RawSparse, is_label
-from meseta.errors import one_line
+from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
 LIBSVM_FEATURE = "features"
 """Name of the one feature of libsvm."""
-QID = "qid"
+QID_COLUMN = "qid"
 """What stands before the group of a row of libsvm, and the name of its column."""
-_FIELD = "field_"
+_FIELD_PREFIX = "field_"
 
 
 @dataclass(frozen=True)
-class Pairs:
+class SvmRows:
     """The ids of n rows and their weights, one row after the other."""
 
     label: NDArray[np.float32]
@@ -48,15 +48,15 @@ class Pairs:
 
 def field_name(field: int) -> str:
     """The feature that a field of libffm becomes."""
-    return f"{_FIELD}{field}"
+    return f"{_FIELD_PREFIX}{field}"
 
 
-def has_label(line: bytes) -> bool:
+def starts_with_label(line: bytes) -> bool:
     """Whether a line begins with a label, as those of training do, and not with a pair."""
     return b":" not in line.split(maxsplit=1)[0] if line.split() else False
 
 
-def read_pairs(block: Block, raw: bytes, *, has_fields: bool) -> Pairs:
+def parse_svm_rows(block: Block, raw: bytes, *, has_fields: bool) -> SvmRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the pair."""
     num_parts = 3 if has_fields else 2
     try:
@@ -69,34 +69,35 @@ def read_pairs(block: Block, raw: bytes, *, has_fields: bool) -> Pairs:
         first = np.cumsum(lengths) - lengths
         is_pair = np.ones(len(flat), bool)
         is_pair[first] = False
-        label = _float64(flat.take(pa.array(first)))
+        label = _to_float64(flat.take(pa.array(first)))
         group = None
         if b"qid:" in raw:
             place = first + 1
             if not np.array_equal(np.flatnonzero(pc.starts_with(flat, "qid:")), place):
-                raise _explain(block, raw, "some rows have a qid, and others have none", has_fields)
+                raise _locate_error(block, raw, "some rows have a qid, and others have none", has_fields)
             group = pc.utf8_slice_codeunits(flat.take(pa.array(place)), 4).cast(pa.int64()).to_numpy()
             is_pair[place] = False
             lengths -= 1
         parts = pc.split_pattern(flat.filter(pa.array(is_pair)), ":")
         if not (pc.list_value_length(parts).to_numpy() == num_parts).all():
-            raise _explain(block, raw, "a pair has another form", has_fields)
+            raise _locate_error(block, raw, "a pair has another form", has_fields)
         columns = [parts.flatten()[at::num_parts] for at in range(num_parts)]
         ids = columns[-2].cast(pa.int64()).cast(pa.string())
         fields = columns[0].cast(pa.int64()).to_numpy() if has_fields else None
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
-            weights = _float64(columns[-1]).astype(np.float32)
+            weights = _to_float64(columns[-1]).astype(np.float32)
     except pa.ArrowInvalid as error:
-        raise _explain(block, raw, one_line(error), has_fields) from None
+        raise _locate_error(block, raw, error_summary(error), has_fields) from None
     label[label == -1] = 0  # libsvm calls the classes -1 and +1
     if not is_label(label).all() or not np.isfinite(weights).all():
-        raise _explain(block, raw, "a label is outside 0..1, or a value is not finite", has_fields)
-    return Pairs(label.astype(np.float32), lengths - 1, fields, ids, weights, group)
+        raise _locate_error(block, raw, "a label is outside 0..1, or a value is not finite", has_fields)
+    return SvmRows(label.astype(np.float32), lengths - 1, fields, ids, weights, group)
 
 
 def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) -> RawRows:
-    """Parse and check every row; fields that the layout lacks are left out. Raises MesetaError as `read_pairs` does."""
-    pairs = read_pairs(block, raw, has_fields=has_fields)
+    """Parse and check every row; fields that the layout lacks are left out. Raises MesetaError as `parse_svm_rows`
+    does."""
+    pairs = parse_svm_rows(block, raw, has_fields=has_fields)
     group = pairs.group if layout.group else None
     if pairs.fields is None:
         sparse = [
@@ -110,32 +111,32 @@ def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) 
     ids, weights = pairs.ids.take(pa.array(order)), pairs.weights[order]
     sparse = []
     for column in layout.sparse:
-        field = int(column.name.removeprefix(_FIELD))
+        field = int(column.name.removeprefix(_FIELD_PREFIX))
         start, stop = (int(np.searchsorted(fields, field, side)) for side in ("left", "right"))
         lengths = np.bincount(rows[start:stop], minlength=pairs.label.size).astype(np.int64)
         sparse.append(RawSparse(ids[start:stop], lengths, weights[start:stop] if column.weighted else None))
     return RawRows([pairs.label], [], sparse)
 
 
-def _float64(column: pa.Array) -> NDArray[np.float64]:
+def _to_float64(column: pa.Array) -> NDArray[np.float64]:
     """float64 [n], writable; a leading plus sign is allowed, as in the label +1."""
     return np.array(pc.ascii_ltrim(column, "+").cast(pa.float64()).to_numpy())
 
 
-def _explain(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaError:
+def _locate_error(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaError:
     """Go through the lines of a block that did not parse and name the first bad token."""
     source = f"source {str(block.source.path)!r}"
     form = "field:index:value" if has_fields else "index:value"
     lines = raw.split(b"\n")[:-1]
     has_qid = lines[0].split()[1:2] and lines[0].split()[1].startswith(b"qid:")
     for number, line in enumerate(lines, start=block.first_line + 1):
-        problem = _problem(line, form, has_qid=bool(has_qid))
+        problem = _invalid_line_reason(line, form, has_qid=bool(has_qid))
         if problem:
             return MesetaError(f"{source}, line {number}: {problem}", remedy=FIX_LINE)
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")
 
 
-def _problem(line: bytes, form: str, *, has_qid: bool) -> str | None:
+def _invalid_line_reason(line: bytes, form: str, *, has_qid: bool) -> str | None:
     """What is wrong with a line whose pairs are of `form`, behind a qid if the first line of its block has one."""
     try:
         text = line.decode()
@@ -144,7 +145,7 @@ def _problem(line: bytes, form: str, *, has_qid: bool) -> str | None:
     tokens = text.partition("#")[0].split()
     if not tokens:
         return "there is no label on it"
-    label = _number(tokens[0])
+    label = _parse_number(tokens[0])
     if label is None or not (0 <= label <= 1 or label == -1):
         return f"label {tokens[0][:40]!r} must be a number from 0 to 1, or -1, which counts as 0"
     if any(token.startswith("qid:") for token in tokens[1:2]) != has_qid:
@@ -153,7 +154,7 @@ def _problem(line: bytes, form: str, *, has_qid: bool) -> str | None:
         return f"{tokens[1][:40]!r} must be qid:group, with a whole number"
     for token in tokens[2 if has_qid else 1 :]:
         *integers, value = token.split(":")
-        if len(integers) != form.count(":") or not all(map(_is_integer, integers)) or _number(value) is None:
+        if len(integers) != form.count(":") or not all(map(_is_integer, integers)) or _parse_number(value) is None:
             return f"{token[:40]!r} must be {form}, with whole numbers before a finite value"
     return None
 
@@ -163,7 +164,7 @@ def _is_integer(text: str) -> bool:
     return digits.isascii() and digits.isdigit() and -(2**63) <= int(text) < 2**63
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     """The number that a text is, if it is finite in float32."""
     try:
         number = float(text)

@@ -10,7 +10,7 @@ from meseta.data.formats.format import Block, Source
 from meseta.data.formats.parquet_types import ColumnTypes
 
 
-class RawColumns:
+class RawKeyColumns:
     """Some columns of files of one format: of text the fields, of Parquet the values."""
 
     def __init__(self, sources: Sequence[Source], names: Sequence[str]) -> None:
@@ -18,17 +18,17 @@ class RawColumns:
         self._names = list(dict.fromkeys(names))
         types = ColumnTypes()
         for source in sources:
-            own = source.own_columns(self._names)
+            own = source.file_columns(self._names)
             schema = source.format.key_schema(f"keys: source {source.path!r}", source, own)
             made = [pa.field(name, pa.string()) for name in self._names if name in source.partition]
             types.add(source.path, pa.schema([*schema, *made]))
         for name in self._names:
-            types.check(name)
-        self.schema = pa.schema([types.common.field(name) for name in self._names])
+            types.check_compatible(name)
+        self.schema = pa.schema([types.common_schema.field(name) for name in self._names])
 
-    def of(self, block: Block) -> pa.RecordBatch:
+    def extract(self, block: Block) -> pa.RecordBatch:
         """The rows of a block, with `schema`."""
-        own, partition = block.source.own_columns(self._names), block.source.partition
+        own, partition = block.source.file_columns(self._names), block.source.partition
         if len(own) == len(self._names):
             return block.source.format.key_columns(block, own, self.schema)
         schema = pa.schema([self.schema.field(name) for name in own])

@@ -11,21 +11,21 @@ from itertools import chain
 import numpy as np
 
 from meseta.data.formats.bad_rows import parse_good_rows
-from meseta.data.formats.format import Block, OnRows, Source, read_blocks
-from meseta.data.formats.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
+from meseta.data.formats.format import Block, ScanProgress, Source, read_blocks
+from meseta.data.formats.parse_svm import LIBSVM_FEATURE, QID_COLUMN, field_name, parse_svm_rows
 from meseta.data.formats.text import raw_text
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.schema.schema import check_names
-from meseta.data.workers import in_order
+from meseta.data.workers import run_in_order
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
-MAX_FIELDS = 1000
+MAX_LIBFFM_FIELDS = 1000
 """More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""
 
 
-def svm_layout(
-    sources: Sequence[Source], chosen: Sequence[str], on_rows: OnRows, *, skip_bad: bool, has_fields: bool
+def infer_svm_layout(
+    sources: Sequence[Source], chosen: Sequence[str], on_rows: ScanProgress, *, skip_bad: bool, has_fields: bool
 ) -> RawLayout:
     """One multi-valued feature for each field, in the order of their numbers, or those that are `chosen`.
 
@@ -49,14 +49,14 @@ def svm_layout(
         labels=("label",),
         dense=(),
         sparse=sparse,
-        group=QID if has_groups else None,
+        group=QID_COLUMN if has_groups else None,
         ignored=tuple(name for name in weighted if chosen and name not in chosen),
         reasons={name: "ids with weights" if has else "ids; all values are 1" for name, has in weighted.items()},
     )
 
 
 @dataclass(frozen=True)
-class _Scanned:
+class _BlockScan:
     """What one block tells."""
 
     block: Block
@@ -67,7 +67,7 @@ class _Scanned:
 
 
 def _scan(
-    sources: Sequence[Source], on_rows: OnRows, scan_block: Callable[[Block], list[_Scanned]]
+    sources: Sequence[Source], on_rows: ScanProgress, scan_block: Callable[[Block], list[_BlockScan]]
 ) -> tuple[dict[int, bool], bool]:
     """Fields and whether any value of theirs is not 1; and whether rows have groups."""
     weighted: dict[int, bool] = {}
@@ -78,7 +78,7 @@ def _scan(
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
     jobs = (partial(scan_block, block) for source in sources for block in read_blocks(source, []))
     try:
-        for scanned in chain.from_iterable(in_order(pool, jobs, num_cores() + 1)):
+        for scanned in chain.from_iterable(run_in_order(pool, jobs, num_cores() + 1)):
             block = scanned.block
             has_groups = scanned.has_groups if num_rows == 0 else has_groups
             if scanned.has_groups != has_groups:
@@ -88,9 +88,9 @@ def _scan(
                 )
             for field, has_weights in scanned.weighted.items():
                 weighted[field] = weighted.get(field, False) or has_weights
-            if len(weighted) > MAX_FIELDS:
+            if len(weighted) > MAX_LIBFFM_FIELDS:
                 raise MesetaError(
-                    f"source {str(block.source.path)!r}: more than {MAX_FIELDS} fields up to line "
+                    f"source {str(block.source.path)!r}: more than {MAX_LIBFFM_FIELDS} fields up to line "
                     f"{block.first_line + block.num_rows}; are fields and indices exchanged in field:index:value?"
                 )
             num_rows += block.num_rows
@@ -101,15 +101,15 @@ def _scan(
     return weighted, has_groups
 
 
-def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_Scanned]:
+def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_BlockScan]:
     """The whole block, or each stretch of rows between bad ones."""
     scan_rows = partial(_scan_rows, has_fields=has_fields)
     return parse_good_rows(block, scan_rows).results if skip_bad else [scan_rows(block)]
 
 
-def _scan_rows(block: Block, *, has_fields: bool) -> _Scanned:
-    pairs = read_pairs(block, raw_text(block), has_fields=has_fields)
+def _scan_rows(block: Block, *, has_fields: bool) -> _BlockScan:
+    pairs = parse_svm_rows(block, raw_text(block), has_fields=has_fields)
     fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
     others = set(np.unique(fields[pairs.weights != 1]).tolist())
     weighted = {field: field in others for field in np.unique(fields).tolist()}
-    return _Scanned(block, weighted, pairs.group is not None)
+    return _BlockScan(block, weighted, pairs.group is not None)

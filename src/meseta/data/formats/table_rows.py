@@ -10,28 +10,28 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.formats.format import Block
+from meseta.data.formats.normalize_numbers import normalize_formatted_numbers, normalize_number
 from meseta.data.formats.parquet_types import is_text
 from meseta.data.formats.partitions import Partition
-from meseta.data.formats.plain_numbers import plain_number, plain_texts
 from meseta.data.formats.values import (
     bucket_rows,
-    cross,
-    first_no_time,
+    column_to_seconds,
+    cross_columns,
+    find_invalid_time,
     group_keys,
-    label_numbers,
-    seconds_of_column,
+    replace_label_words,
 )
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log1p
-from meseta.data.schema.guess import MISSING, number_of
-from meseta.data.schema.labels import label_values
+from meseta.data.raw_rows import LABEL_RULE, RawRows, RawSparse, is_label, log_transform
+from meseta.data.schema.infer import MISSING_TEXTS, parse_number
+from meseta.data.schema.labels import apply_label_rule
 from meseta.data.weights import WEIGHT_RULE, is_weight
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.spec import MesetaError
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
-class RowColumns(Protocol):
+class BlockColumns(Protocol):
     """The columns of one block of n rows."""
 
     def numbers(self, name: str) -> pa.Array:
@@ -51,10 +51,10 @@ class RowColumns(Protocol):
 
 
 @dataclass(frozen=True)
-class _WithPartition:
+class _PartitionedColumns:
     """The columns of a block, and those that the folders of its file make."""
 
-    columns: RowColumns
+    columns: BlockColumns
     block: Block
     layout: RawLayout
 
@@ -66,14 +66,14 @@ class _WithPartition:
         if name not in self.partition:
             return self.columns.numbers(name)
         text = self.partition[name] or ""
-        if name in self.layout.plain_labels:
-            text = label_numbers(pa.array([text]))[0].as_py()
+        if name in self.layout.labels_without_rule:
+            text = replace_label_words(pa.array([text]))[0].as_py()
         if self.layout.number_format is not None:
-            text = plain_number(self.layout.number_format, text)
-        number = None if text in MISSING else number_of(text)
-        if number is None and text not in MISSING:
+            text = normalize_number(self.layout.number_format, text)
+        number = None if text in MISSING_TEXTS else parse_number(text)
+        if number is None and text not in MISSING_TEXTS:
             raise self.error(0, name, "is not a number")
-        return self._repeated(pa.scalar(number, pa.float64()))
+        return self._repeat(pa.scalar(number, pa.float64()))
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name) if name in self.partition else self.columns.times(name)
@@ -81,10 +81,14 @@ class _WithPartition:
     def texts(self, name: str) -> pa.Array:
         if name not in self.partition:
             return self.columns.texts(name)
-        return self._repeated(pa.scalar((self.partition[name] or "").encode(), pa.binary()))
+        return self._repeat(pa.scalar((self.partition[name] or "").encode(), pa.binary()))
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        return RawSparse(self.texts(column.raw)) if column.raw in self.partition else self.columns.sparse(column)
+        return (
+            RawSparse(self.texts(column.raw_column))
+            if column.raw_column in self.partition
+            else self.columns.sparse(column)
+        )
 
     def error(self, row: int, name: str, problem: str) -> MesetaError:
         if name not in self.partition:
@@ -93,34 +97,34 @@ class _WithPartition:
         shown = "a missing value" if value is None else repr(value)[:40]
         return MesetaError(f"source {self.block.source.path!r}, folder {name!r}: {shown} {problem}; rename the folder")
 
-    def _repeated(self, value: pa.Scalar) -> pa.Array:
+    def _repeat(self, value: pa.Scalar) -> pa.Array:
         return pa.repeat(value, self.block.num_rows)
 
 
-def read_rows(columns: RowColumns, layout: RawLayout, block: Block) -> RawRows:
+def convert_rows(columns: BlockColumns, layout: RawLayout, block: Block) -> RawRows:
     """Check and convert the rows of a block. Raises MesetaError naming the file, the row or line, and the column."""
     if block.source.partition:
-        columns = _WithPartition(columns, block, layout)
+        columns = _PartitionedColumns(columns, block, layout)
     dense = [_dense(columns, layout, name) for name in layout.dense]
     return RawRows(
         labels=[_label(columns, layout, name) for name in layout.labels],
         dense=[logarithms for logarithms, _ in dense],
-        num_not_finite=tuple(number for _, number in dense),
+        num_non_finite=tuple(number for _, number in dense),
         sparse=[_sparse(columns, layout, column, block.num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
         time=None if layout.time is None else _time(columns, layout, layout.time),
-        numbers=[_finite(columns, name) for name in layout.surveyed],
+        surveyed_values=[_read_finite(columns, name) for name in layout.surveyed_columns],
     )
 
 
-def _label(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float32]:
+def _label(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.float32]:
     rule = layout.label_rule(name)
-    values = _floats(columns.numbers(name if rule is None else rule.column))
+    values = _to_float64(columns.numbers(name if rule is None else rule.column))
     if rule is None:
         labels, requirement = values, LABEL_RULE
     else:
-        labels, requirement = label_values(rule, values)
+        labels, requirement = apply_label_rule(rule, values)
     is_good = is_label(labels)
     if len(layout.labels) > 1:
         is_good |= np.isnan(values)
@@ -135,30 +139,30 @@ def _label(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.floa
     return labels.astype(np.float32)
 
 
-def _floats(numbers: pa.Array) -> NDArray[np.float64]:
+def _to_float64(numbers: pa.Array) -> NDArray[np.float64]:
     """Missing as NaN."""
     return numbers.to_numpy(zero_copy_only=False)
 
 
-def _dense(columns: RowColumns, layout: RawLayout, name: str) -> tuple[NDArray[np.float32], int]:
+def _dense(columns: BlockColumns, layout: RawLayout, name: str) -> tuple[NDArray[np.float32], int]:
     """Logarithms [n], and how many values are there and not finite."""
     numbers = columns.numbers(name)
-    values = _only_finite(_floats(numbers))
+    values = _non_finite_to_nan(_to_float64(numbers))
     num_not_finite = int(np.count_nonzero(np.isnan(values))) - numbers.null_count
-    return log1p(values, signed=layout.is_signed(name)), num_not_finite
+    return log_transform(values, signed=layout.is_signed(name)), num_not_finite
 
 
-def _only_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _non_finite_to_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is missing or not finite as NaN, in memory of its own."""
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _finite(columns: RowColumns, name: str) -> NDArray[np.float64]:
-    return _only_finite(_floats(columns.numbers(name)))
+def _read_finite(columns: BlockColumns, name: str) -> NDArray[np.float64]:
+    return _non_finite_to_nan(_to_float64(columns.numbers(name)))
 
 
-def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
-    weight = _floats(columns.numbers(name))
+def _weight(columns: BlockColumns, name: str) -> NDArray[np.float32]:
+    weight = _to_float64(columns.numbers(name))
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
         rule = f"is no weight of a sample: it must be {WEIGHT_RULE}"
@@ -166,42 +170,44 @@ def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
     return weight.astype(np.float32)
 
 
-def _time(columns: RowColumns, layout: RawLayout, name: str) -> NDArray[np.float64]:
+def _time(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.float64]:
     column = columns.times(name)
     try:
         if layout.number_format is not None and is_text(column.type):
-            return seconds_of_column(plain_texts(layout.number_format, column))
-        return seconds_of_column(column)
+            return column_to_seconds(normalize_formatted_numbers(layout.number_format, column))
+        return column_to_seconds(column)
     except pa.ArrowInvalid:
         rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
         rule += "under ignore in a --schema file"
-        raise columns.error(first_no_time(column), name, rule) from None
+        raise columns.error(find_invalid_time(column), name, rule) from None
 
 
-def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_rows: int) -> RawSparse:
+def _sparse(columns: BlockColumns, layout: RawLayout, column: SparseColumn, num_rows: int) -> RawSparse:
     if column.buckets is not None:
-        return RawSparse(bucket_rows(_finite(columns, column.buckets.column), column.buckets.boundaries))
+        return RawSparse(bucket_rows(_read_finite(columns, column.buckets.column), column.buckets.boundaries))
     if column.is_empty:
         return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
     if column.cross:
-        return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
+        return RawSparse(cross_columns([_read_crossed(columns, layout, name) for name in column.cross]))
     sparse = columns.sparse(column)
-    if not layout.has_whole_numbers(column.raw):
+    if not layout.has_whole_numbers(column.raw_column):
         return sparse
-    return replace(sparse, values=_respelled(sparse.values, layout))
+    return replace(sparse, values=_respell(sparse.values, layout))
 
 
-def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
-    buckets = layout.buckets_of(name)
+def _read_crossed(columns: BlockColumns, layout: RawLayout, name: str) -> pa.Array:
+    buckets = layout.get_buckets(name)
     if buckets is None:
         return _texts(columns, layout, name)
-    return bucket_rows(_finite(columns, name), buckets.boundaries)
+    return bucket_rows(_read_finite(columns, name), buckets.boundaries)
 
 
-def _texts(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
+def _texts(columns: BlockColumns, layout: RawLayout, name: str) -> pa.Array:
     texts = columns.texts(name)
-    return _respelled(texts, layout) if layout.has_whole_numbers(name) else texts
+    return _respell(texts, layout) if layout.has_whole_numbers(name) else texts
 
 
-def _respelled(texts: pa.Array, layout: RawLayout) -> pa.Array:
-    return respell_whole_numbers(texts if layout.number_format is None else plain_texts(layout.number_format, texts))
+def _respell(texts: pa.Array, layout: RawLayout) -> pa.Array:
+    return respell_whole_numbers(
+        texts if layout.number_format is None else normalize_formatted_numbers(layout.number_format, texts)
+    )

@@ -17,8 +17,8 @@ from meseta.data.formats.format import (
     FilePosition,
     RawFormat,
     Source,
-    named_errors,
     open_text,
+    wrap_source_errors,
 )
 from meseta.data.layout import RawLayout
 from meseta.data.raw_rows import RawRows
@@ -39,7 +39,7 @@ class TextFormat(RawFormat):
         return BLOCK_BYTES
 
     @property
-    def endless_cause(self) -> str:
+    def unterminated_row_hint(self) -> str:
         """What is wrong, most likely, where no row ends."""
         return f"this is not {self.title}"
 
@@ -51,11 +51,11 @@ class TextFormat(RawFormat):
         """Names of the columns, and what was read of the file for them by the `readline` of its stream."""
         return source.header, b""
 
-    def num_rows(self, raw: bytes) -> int:
+    def count_rows(self, raw: bytes) -> int:
         """Rows in whole lines."""
         return raw.count(b"\n")
 
-    def cut(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
+    def split_complete_rows(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
         """The whole rows of `before`, which holds none, and `data`; and the rest. Copies a large `data` once."""
         end = data.rfind(b"\n") + 1
         if not end:
@@ -66,13 +66,13 @@ class TextFormat(RawFormat):
         """Where each row of a block ends, in bytes [num_rows]."""
         return line_ends(raw_text(block))
 
-    def good_row_ends(self, block: Block) -> NDArray[np.int64]:
+    def parsed_row_ends(self, block: Block) -> NDArray[np.int64]:
         """The same of a block that was parsed, sooner where that can be."""
-        return places_behind_lines(raw_text(block))
+        return line_end_offsets(raw_text(block))
 
-    def picked(self, block: Block, mask: NDArray[np.bool_]) -> Block:
-        """As described by `RawFormat.picked`."""
-        raw, ends = raw_text(block), self.good_row_ends(block)
+    def filter_rows(self, block: Block, mask: NDArray[np.bool_]) -> Block:
+        """As described by `RawFormat.filter_rows`."""
+        raw, ends = raw_text(block), self.parsed_row_ends(block)
         starts = np.concatenate([[0], ends[:-1]])
         rows = [raw[start:end] for start, end in zip(starts[mask].tolist(), ends[mask].tolist(), strict=True)]
         return replace(block, raw=b"".join(rows), num_rows=len(rows))
@@ -81,7 +81,7 @@ class TextFormat(RawFormat):
         """Return the rows of a block that was parsed. Raises MesetaError for a category that is not text."""
 
         def error(row: int, column: str, problem: str) -> MesetaError:
-            line = self.position(block, row).line + 1
+            line = self.row_position(block, row).line + 1
             where = f"source {block.source.path!r}, line {line}, column {column!r}"
             return MesetaError(f"{where}: {problem}", remedy=FIX_LINE)
 
@@ -92,14 +92,14 @@ class TextFormat(RawFormat):
         """Goes to the bytes of a row."""
         return TextCursor(self, source)
 
-    def can_enter(self, source: Source) -> bool:
+    def is_seekable(self, source: Source) -> bool:
         """Unless it is compressed, or not in UTF-8."""
-        with named_errors(source.path), open_text(source) as (stream, stored):
+        with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             return stream is stored
 
-    def position(self, block: Block, row: int) -> FilePosition:
+    def row_position(self, block: Block, row: int) -> FilePosition:
         """By the ends of the rows before it."""
-        end = int(self.good_row_ends(block)[row - 1]) if row else 0
+        end = int(self.parsed_row_ends(block)[row - 1]) if row else 0
         line = block.first_line + raw_text(block).count(b"\n", 0, end)
         return FilePosition(row=block.first_row + row, line=line, offset=block.first_offset + end)
 
@@ -109,7 +109,7 @@ class TextFormat(RawFormat):
         position_bytes = 0
 
         def block(raw: bytes) -> Block:
-            num_rows = self.num_rows(raw)
+            num_rows = self.count_rows(raw)
             line, offset = start.line + raw.count(b"\n"), start.offset + len(held)
             return Block(
                 source=source,
@@ -131,13 +131,13 @@ class TextFormat(RawFormat):
             at = start.offset
             while data := stream.read(self.block_bytes - at % self.block_bytes):
                 at += len(data)
-                whole, rest = self.cut(rest, data)
+                whole, rest = self.split_complete_rows(rest, data)
                 if not whole:
                     if len(rest) > 4 * BLOCK_BYTES:
                         line = start.line + held.count(b"\n") + 1
                         raise MesetaError(
                             f"source {source.path!r}, line {line}: no row ends within {len(rest):,} bytes; "
-                            f"{self.endless_cause}"
+                            f"{self.unterminated_row_hint}"
                         )
                     continue
                 if held and not held.isspace():
@@ -160,14 +160,14 @@ class TextCursor:
     def __init__(self, form: TextFormat, source: Source) -> None:
         self.row = 0
         self._format, self._source = form, source
-        with ExitStack() as stack, named_errors(source.path):
+        with ExitStack() as stack, wrap_source_errors(source.path):
             self._stream, self._stored = stack.enter_context(open_text(source))
             self._header, _ = form.read_header(source, self._stream.readline)
-            self._open = stack.pop_all()
+            self._resources = stack.pop_all()
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
         """As described by `RowCursor.read`."""
-        with named_errors(self._source.path):
+        with wrap_source_errors(self._source.path):
             self._stream.seek(start.offset)
             raw = self._stream.read(stop.offset - start.offset)
             position_bytes = self._stored.tell()
@@ -183,7 +183,7 @@ class TextCursor:
             first_row=start.row,
             first_line=start.line,
             first_offset=start.offset,
-            num_rows=self._format.num_rows(raw),
+            num_rows=self._format.count_rows(raw),
             raw=raw,
             header=self._header,
             end=stop,
@@ -192,7 +192,7 @@ class TextCursor:
 
     def close(self) -> None:
         """Close the file."""
-        self._open.close()
+        self._resources.close()
 
 
 def raw_text(block: Block) -> bytes:
@@ -203,21 +203,21 @@ def raw_text(block: Block) -> bytes:
 
 def line_ends(raw: bytes) -> list[int]:
     """Where each line ends, in bytes."""
-    ends: list[int] = places_behind_lines(raw).tolist()
+    ends: list[int] = line_end_offsets(raw).tolist()
     return ends
 
 
-def places_behind_lines(raw: bytes) -> NDArray[np.int64]:
+def line_end_offsets(raw: bytes) -> NDArray[np.int64]:
     """Where each line ends, in bytes [number of lines]."""
     return np.flatnonzero(np.frombuffer(raw, np.uint8) == ord("\n")) + 1
 
 
-def first_line(source: Source) -> bytes:
+def read_first_line(source: Source) -> bytes:
     """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
-    with named_errors(source.path), open_text(source) as (stream, _):
+    with wrap_source_errors(source.path), open_text(source) as (stream, _):
         return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
 
 
-def with_first_field(lines: bytes, field: bytes) -> bytes:
+def prepend_field(lines: bytes, field: bytes) -> bytes:
     """Lines with something more in front of each, such as the label that their parser expects."""
     return field + lines[:-1].replace(b"\n", b"\n" + field) + b"\n"

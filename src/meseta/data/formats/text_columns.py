@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.schema.guess import Guess, guess_column, guess_label, guess_label_by_values
+from meseta.data.schema.infer import ColumnRole, infer_label, infer_label_from_values, infer_role
 from meseta.data.schema.labels import raw_label_columns
-from meseta.data.schema.roles import NamedColumns, other_times_of, reasons_of, schema_of
-from meseta.data.schema.schema import Schema, check_names, layout_of
+from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
+from meseta.data.schema.schema import Schema, check_names, layout_from_schema
 from meseta.spec import MesetaError
 
 
-def text_layout_of(where: str, schema: Schema, names: Sequence[str]) -> RawLayout:
+def text_layout_from_schema(where: str, schema: Schema, names: Sequence[str]) -> RawLayout:
     """Return the layout of text with the columns `names` that a schema describes.
 
-    Raises MesetaError for weights of a column that is not multi-valued, and as `layout_of` does.
+    Raises MesetaError for weights of a column that is not multi-valued, and as `layout_from_schema` does.
     """
     for name in schema.weights:
         if name not in schema.multi_valued:
@@ -34,16 +34,16 @@ def text_layout_of(where: str, schema: Schema, names: Sequence[str]) -> RawLayou
         )
         for name in schema.categorical
     )
-    return layout_of(where, schema, plain, names)
+    return layout_from_schema(where, schema, plain, names)
 
 
-def guessed_text_layout(
+def infer_text_layout(
     where: str,
     columns: Mapping[str, Sequence[str]],
     named: NamedColumns,
     *,
     has_names: bool,
-    known: Mapping[str, Guess] | None = None,
+    known: Mapping[str, ColumnRole] | None = None,
 ) -> RawLayout:
     """As `named` says, else as `known`, else from the names of the columns and their fields in a sample of the rows;
     `has_names`: whether the file has the names. Raises MesetaError, beginning with `where`, where that leaves the label
@@ -51,45 +51,48 @@ def guessed_text_layout(
     names = list(columns)
     if not any(columns.values()):
         raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
-    labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=has_names)
+    labels = named.labels(where, names) or _infer_labels(where, columns, has_names=has_names)
     raw_labels = raw_label_columns(where, labels, names)
     check_names(where, raw_labels, names)
     chosen = named.roles(where, [name for name in names if name not in raw_labels])
     guesses = {
-        name: chosen.get(name) or (known or {}).get(name) or guess_column(name, values)
+        name: chosen.get(name) or (known or {}).get(name) or infer_role(name, values)
         for name, values in columns.items()
         if name not in raw_labels
     }
-    schema = schema_of(labels, guesses, columns)
-    reasons = reasons_of(guesses)
+    schema = schema_from_roles(labels, guesses, columns)
+    reasons = role_reasons(guesses)
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
-    return replace(text_layout_of(where, schema, names), reasons=reasons, other_times=other_times_of(guesses))
+    return replace(text_layout_from_schema(where, schema, names), reasons=reasons, other_times=other_times_of(guesses))
 
 
-def with_lists(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
+def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
     """Return the layout in which these categorical columns are multi-valued; `None`: their values are lists already."""
     sparse = tuple(
-        replace(column, multi_valued=True, separator=separators[column.raw])
-        if column.raw in separators and not column.has_rows and not column.cross
+        replace(column, multi_valued=True, separator=separators[column.raw_column])
+        if column.raw_column in separators and not column.has_row_ids and not column.cross
         else column
         for column in layout.sparse
     )
     return replace(layout, sparse=sparse)
 
 
-def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
-    label = guess_label(list(columns)) if has_names else guess_label_by_values(columns)
+def _infer_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
+    label = infer_label(list(columns)) if has_names else infer_label_from_values(columns)
     if label is None and has_names:
-        raise MesetaError(f"{where}: none of {_listed(list(columns))} has the name of a label; name it with --label")
+        raise MesetaError(
+            f"{where}: none of {_format_names(list(columns))} has the name of a label; name it with --label"
+        )
     if label is None:
         raise MesetaError(
-            f"{where}: its first line has no names, so its columns are called {_listed(list(columns))}; no single one "
+            f"{where}: its first line has no names, so its columns are called {_format_names(list(columns))}; no "
+            f"single one "
             "of them holds 0 and 1 alone, so name the label with --label"
         )
     return (label,)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:10]))
     return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"

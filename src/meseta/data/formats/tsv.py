@@ -8,80 +8,80 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.formats.format import FIX_LINE, AskedColumns, Block, FileHead, RawFormat, Source, TextForm
+from meseta.data.formats.format import FIX_LINE, Block, ColumnRequest, FileHead, RawFormat, Source, TextDialect
 from meseta.data.formats.parse_csv import read_texts
-from meseta.data.formats.text import TextFormat, first_line, raw_text, with_first_field
+from meseta.data.formats.text import TextFormat, prepend_field, raw_text, read_first_line
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.parse_tsv import parse_tsv
 from meseta.data.raw_rows import RawRows, is_label
 from meseta.data.schema.schema import check_names
-from meseta.errors import one_line
+from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
-_DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
-_SPARSE = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
-CRITEO = RawLayout(
+_DENSE_NAMES = tuple(f"int_{i}" for i in range(NUM_DENSE))
+_SPARSE_NAMES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
+CRITEO_LAYOUT = RawLayout(
     labels=("label",),
-    dense=_DENSE,
-    sparse=tuple(SparseColumn(name=name) for name in _SPARSE),
+    dense=_DENSE_NAMES,
+    sparse=tuple(SparseColumn(name=name) for name in _SPARSE_NAMES),
     delimiter="\t",
-    header=("label", *_DENSE, *_SPARSE),
+    header=("label", *_DENSE_NAMES, *_SPARSE_NAMES),
 )
 """Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
-FIELDS_OF_CRITEO = (40, 39)
+CRITEO_FIELD_COUNTS = (40, 39)
 """Fields of a line of Criteo's logs, with a label and without."""
 _COLUMN_TYPES = {
-    **{name: pa.float32() for name in CRITEO.labels},
-    **{name: pa.int64() for name in CRITEO.dense},
-    **{column.name: pa.binary() for column in CRITEO.sparse},
+    **{name: pa.float32() for name in CRITEO_LAYOUT.labels},
+    **{name: pa.int64() for name in CRITEO_LAYOUT.dense},
+    **{column.name: pa.binary() for column in CRITEO_LAYOUT.sparse},
 }
 _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
-class Tsv(TextFormat):
+class CriteoTsv(TextFormat):
     """Text that no other format claims is taken for it; the number of fields in its first line decides."""
 
     name = "tsv"
     title = "tab-separated text"
 
-    def tell(self, head: FileHead) -> TextForm | None:
+    def detect(self, head: FileHead) -> TextDialect | None:
         """Any text."""
-        return TextForm()
+        return TextDialect()
 
     def columns(self, source: Source) -> tuple[str, ...]:
         """Those of Criteo's logs, with a label or without. Raises MesetaError for another number of fields in the first
         line."""
-        num_fields = first_line(source).count(b"\t") + 1
-        if num_fields not in FIELDS_OF_CRITEO:
+        num_fields = read_first_line(source).count(b"\t") + 1
+        if num_fields not in CRITEO_FIELD_COUNTS:
             raise MesetaError(
                 f"source {source.path!r} has {num_fields} tab-separated fields in its first line, expected 40 with a "
                 "label in front, or 39 without"
             )
-        return CRITEO.header[-num_fields:]
+        return CRITEO_LAYOUT.header[-num_fields:]
 
-    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+    def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
         """Criteo's. Raises MesetaError where something else is asked for, and for a file with other fields."""
         for source in sources:
             _check_first_line(source)
-        if asked.named or asked.schema:
+        if asked.named_columns or asked.schema:
             raise MesetaError(
                 "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
                 "columns of Criteo's logs; a --schema gives them other roles if it has their names under header, as "
                 "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
                 "line"
             )
-        return replace(CRITEO, encoding=sources[0].encoding)
+        return replace(CRITEO_LAYOUT, encoding=sources[0].encoding)
 
     def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
         """Rows of Criteo's logs alone."""
-        return earlier in (self, None) and replace(layout, labels=CRITEO.labels) == CRITEO
+        return earlier in (self, None) and replace(layout, labels=CRITEO_LAYOUT.labels) == CRITEO_LAYOUT
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:
         """As described by `RawFormat.parse`; without labels, lines have 39 fields."""
         has_labels = bool(layout.labels)
-        raw = raw_text(block) if has_labels else with_first_field(raw_text(block), b"0\t")
+        raw = raw_text(block) if has_labels else prepend_field(raw_text(block), b"0\t")
         rows = self.check_text(block, _parse_tsv(block, raw, has_labels=has_labels), layout)
         return rows if has_labels else replace(rows, labels=[])
 
@@ -93,13 +93,13 @@ class Tsv(TextFormat):
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
         """Fields as they stand there."""
         raw = raw_text(block)
-        header = CRITEO.header[-(raw.partition(b"\n")[0].count(b"\t") + 1) :]
+        header = CRITEO_LAYOUT.header[-(raw.partition(b"\n")[0].count(b"\t") + 1) :]
         return pa.record_batch(read_texts(raw, header, names), schema)
 
 
 def _check_first_line(source: Source) -> None:
-    with_label, without = FIELDS_OF_CRITEO
-    num_fields = first_line(source).count(b"\t") + 1
+    with_label, without = CRITEO_FIELD_COUNTS
+    num_fields = read_first_line(source).count(b"\t") + 1
     if num_fields == without:
         raise MesetaError(
             f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
@@ -119,16 +119,16 @@ def _parse_tsv(block: Block, raw: bytes, *, has_labels: bool) -> RawRows:
     try:
         rows = parse_tsv(raw, block.num_rows, _COLUMN_TYPES)
     except pa.ArrowInvalid as error:
-        raise _explain_tsv(block, raw, one_line(error), has_labels=has_labels) from None
+        raise _locate_error(block, raw, error_summary(error), has_labels=has_labels) from None
     [label] = rows.labels
     if len(label) != block.num_rows:
-        raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {len(label)} rows", has_labels=has_labels)
+        raise _locate_error(block, raw, f"{block.num_rows} lines gave {len(label)} rows", has_labels=has_labels)
     if not is_label(label).all():
-        raise _explain_tsv(block, raw, "a label is outside 0..1", has_labels=has_labels)
+        raise _locate_error(block, raw, "a label is outside 0..1", has_labels=has_labels)
     return rows
 
 
-def _explain_tsv(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> MesetaError:
+def _locate_error(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> MesetaError:
     """Go through the lines of a block that did not parse and name the first bad field."""
     names = list(_COLUMN_TYPES)
     left_out = 0 if has_labels else 1
@@ -141,8 +141,8 @@ def _explain_tsv(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> 
                 f"{'label, ' if has_labels else ''}13 integers, 26 categories",
                 remedy=FIX_LINE,
             )
-        for index in range(1 + len(CRITEO.dense)):
-            problem = _field_problem(fields[index], is_label=index == 0)
+        for index in range(1 + len(CRITEO_LAYOUT.dense)):
+            problem = _invalid_field_reason(fields[index], is_label=index == 0)
             if problem:
                 shown = fields[index][:40].decode(errors="replace")
                 return MesetaError(
@@ -151,7 +151,7 @@ def _explain_tsv(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> 
     return MesetaError(f"source {str(block.source.path)!r}, after line {block.first_row}: {detail}")
 
 
-def _field_problem(field: bytes, *, is_label: bool) -> str | None:
+def _invalid_field_reason(field: bytes, *, is_label: bool) -> str | None:
     if not is_label:
         return None if not field or _INTEGER.fullmatch(field) else "is not an integer"
     try:

@@ -10,70 +10,70 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.hash_categories import hash_categories
-from meseta.data.schema.guess import MISSING, NO, YES
+from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, TRUE_WORDS
 
-CROSS = "\x1f"
+CROSS_SEPARATOR = "\x1f"
 """Stands between the values of a cross: the unit separator of ASCII, which no click log uses."""
 
-_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+_TIME_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
 """Numbers from so large on are nano-, micro- and milliseconds: as seconds, they would lie beyond the year 5138."""
-_WHOLE = r"^(0|-?[1-9][0-9]{0,17})$"
-_ZONED = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
+_INTEGER_PATTERN = r"^(0|-?[1-9][0-9]{0,17})$"
+_ZONED_PATTERN = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
 
 
-def seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+def to_seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds since 1970 [n] of such, or of milli-, micro- or nanoseconds, told by their size; NaN stays."""
     result = numbers.copy()
     size = np.abs(numbers)
-    for least, per_second in reversed(_UNITS):
+    for least, per_second in reversed(_TIME_UNITS):
         large = size >= least
         result[large] = numbers[large] / per_second
     return result
 
 
-def label_numbers(texts: pa.Array) -> pa.Array:
+def replace_label_words(texts: pa.Array) -> pa.Array:
     """Return texts [n] in which each word that means a label of 1 or 0, such as true or no, is that digit."""
     words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
-    numbers = pc.if_else(pc.is_in(words, pa.array(YES)), "1", texts)
-    return pc.if_else(pc.is_in(words, pa.array(NO)), "0", numbers)
+    numbers = pc.if_else(pc.is_in(words, pa.array(TRUE_WORDS)), "1", texts)
+    return pc.if_else(pc.is_in(words, pa.array(FALSE_WORDS)), "0", numbers)
 
 
-def seconds_of_texts(texts: pa.Array) -> NDArray[np.float64]:
+def parse_times(texts: pa.Array) -> NDArray[np.float64]:
     """Seconds since 1970-01-01 UTC [n] of times in ISO 8601, without a zone UTC, or of numbers; NaN where missing.
 
     Raises pyarrow.ArrowInvalid where one is neither; times and numbers do not mix.
     """
     texts = texts.cast(pa.string())
-    present = pc.if_else(pc.is_in(texts, pa.array(MISSING)), None, texts)
+    present = pc.if_else(pc.is_in(texts, pa.array(MISSING_TEXTS)), None, texts)
     try:
         numbers = present.cast(pa.float64())
     except pa.ArrowInvalid:
-        return _seconds_of_iso(present)
+        return _parse_iso_times(present)
     values = numbers.to_numpy(zero_copy_only=False)
     if np.isinf(values).any():
         raise pa.ArrowInvalid("a time is infinite")
-    return seconds(values)
+    return to_seconds(values)
 
 
-def seconds_of_column(column: pa.Array) -> NDArray[np.float64]:
+def column_to_seconds(column: pa.Array) -> NDArray[np.float64]:
     """The same of an Arrow column of numbers, times, dates or text. Raises pyarrow.ArrowInvalid as that does."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if _is_moment(column):
-        return _seconds_of_timestamps(column.cast(_nanoseconds(column)))
+    if _is_timestamp_or_date(column):
+        return _timestamps_to_seconds(column.cast(_nanosecond_type(column)))
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        return seconds(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
-    return seconds_of_texts(column.fill_null("") if column.null_count else column)
+        return to_seconds(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+    return parse_times(column.fill_null("") if column.null_count else column)
 
 
-def first_no_time(column: pa.Array) -> int:
+def find_invalid_time(column: pa.Array) -> int:
     """The place of the first value that is no time, or no number where an earlier one is; for errors."""
     first: type | None = None
-    if _is_moment(column):  # beyond the years 1677 to 2262, nanoseconds do not fit into 64 bits
-        wrapped = column.cast(_nanoseconds(column), safe=False).cast(column.type, safe=False)
+    if _is_timestamp_or_date(column):  # beyond the years 1677 to 2262, nanoseconds do not fit into 64 bits
+        wrapped = column.cast(_nanosecond_type(column), safe=False).cast(column.type, safe=False)
         return int(pc.index(pc.not_equal(wrapped, column), True).as_py())
     for place, value in enumerate(column.to_pylist()):
-        kind = _kind_of_time(value)
+        kind = _time_kind(value)
         if kind is None or (first is not None and kind not in (first, type(None))):
             return place
         first = first or (None if kind is type(None) else kind)
@@ -83,7 +83,7 @@ def first_no_time(column: pa.Array) -> int:
 def group_keys(texts: pa.Array) -> NDArray[np.int64]:
     """Keys [n]: a whole number of at most 18 digits is its own, anything else has its XXH64 with seed 0."""
     keys = hash_categories(texts).view(np.int64)
-    whole = pc.match_substring_regex(texts, _WHOLE)
+    whole = pc.match_substring_regex(texts, _INTEGER_PATTERN)
     if not pc.any(whole).as_py():
         return keys
     digits = pc.if_else(whole, texts.cast(pa.large_binary()), pa.scalar(b"0", pa.large_binary()))
@@ -97,29 +97,29 @@ def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.
     return pa.array(np.where(np.isnan(values), np.int32(0), rows))
 
 
-def cross(columns: Sequence[pa.Array]) -> pa.Array:
+def cross_columns(columns: Sequence[pa.Array]) -> pa.Array:
     """The values of several columns [n] of text, binary or integers, joined to one value each, binary [n]."""
     texts = [(c.cast(pa.string()) if pa.types.is_integer(c.type) else c).cast(pa.binary()) for c in columns]
-    return pc.binary_join_element_wise(*texts, CROSS.encode())
+    return pc.binary_join_element_wise(*texts, CROSS_SEPARATOR.encode())
 
 
-def _is_moment(column: pa.Array) -> bool:
+def _is_timestamp_or_date(column: pa.Array) -> bool:
     return pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)
 
 
-def _nanoseconds(column: pa.Array) -> pa.DataType:
+def _nanosecond_type(column: pa.Array) -> pa.DataType:
     return pa.timestamp("ns", getattr(column.type, "tz", None))
 
 
-def _seconds_of_iso(texts: pa.Array) -> NDArray[np.float64]:
-    zoned = pc.fill_null(pc.match_substring_regex(texts, _ZONED), False)
+def _parse_iso_times(texts: pa.Array) -> NDArray[np.float64]:
+    zoned = pc.fill_null(pc.match_substring_regex(texts, _ZONED_PATTERN), False)
     nothing = pa.scalar(None, pa.string())
-    in_utc = _seconds_of_timestamps(pc.if_else(zoned, nothing, texts).cast(pa.timestamp("ns")))
-    with_zone = _seconds_of_timestamps(pc.if_else(zoned, texts, nothing).cast(pa.timestamp("ns", "UTC")))
+    in_utc = _timestamps_to_seconds(pc.if_else(zoned, nothing, texts).cast(pa.timestamp("ns")))
+    with_zone = _timestamps_to_seconds(pc.if_else(zoned, texts, nothing).cast(pa.timestamp("ns", "UTC")))
     return np.where(zoned.to_numpy(zero_copy_only=False), with_zone, in_utc)
 
 
-def _seconds_of_timestamps(column: pa.Array) -> NDArray[np.float64]:
+def _timestamps_to_seconds(column: pa.Array) -> NDArray[np.float64]:
     """float64 [n] of timestamps in nanoseconds, missing as NaN."""
     whole = column.cast(pa.int64())
     values = pc.fill_null(whole, 0).to_numpy().astype(np.float64) / 1e9
@@ -127,11 +127,11 @@ def _seconds_of_timestamps(column: pa.Array) -> NDArray[np.float64]:
     return values
 
 
-def _kind_of_time(value: object) -> type | None:
+def _time_kind(value: object) -> type | None:
     """float for a number, str for ISO 8601, NoneType for a missing value, None for what is no time."""
     text = value if isinstance(value, str | bytes) else str(value)
     try:
-        if np.isnan(seconds_of_texts(pa.array([text]))[0]):
+        if np.isnan(parse_times(pa.array([text]))[0]):
             return type(None)
     except pa.ArrowInvalid:
         return None

@@ -101,7 +101,7 @@ void hash_all(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t s
 }
 
 template <typename Offset>
-void hashes(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t seed, Array<uint64_t> out) {
+void hash_strings(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t seed, Array<uint64_t> out) {
   hash_all<Offset, uint64_t>(data, offsets, seed, out, [](uint64_t hash) { return hash; });
 }
 
@@ -116,8 +116,8 @@ void rows(Array<const uint8_t> data, Array<const Offset> offsets, uint64_t seed,
 }  // namespace
 
 void bind_hash_categories(nb::module_& m) {
-  m.def("hash_categories", &hashes<int32_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"));
-  m.def("hash_categories", &hashes<int64_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"));
+  m.def("hash_categories", &hash_strings<int32_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"));
+  m.def("hash_categories", &hash_strings<int64_t>, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"), nb::arg("out"));
   const auto bind_rows = [&m](auto* function) {
     m.def("hash_categories_to_rows", function, nb::arg("data"), nb::arg("offsets"), nb::arg("seed"),
           nb::arg("num_rows"), nb::arg("out"));

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.data.parse_tsv.reference import parse_tsv as reference
-from meseta.data.raw_rows import RawRows, RawSparse, log1p
+from meseta.data.raw_rows import RawRows, RawSparse, log_transform
 from meseta.ops.core import baseline_core
 from meseta.spec import MesetaError
 
@@ -22,10 +22,10 @@ def parse_tsv(raw: bytes, num_rows: int, types: Mapping[str, pa.DataType]) -> Ra
     The core takes blocks whose labels are 0 or 1 and whose numbers have up to 18 digits. Raises pyarrow.ArrowInvalid
     for a line with another number of fields, or a field of another type.
     """
-    return _by_core(raw, num_rows) or reference(raw, types)
+    return _parse_with_core(raw, num_rows) or reference(raw, types)
 
 
-def _by_core(raw: bytes, num_rows: int) -> RawRows | None:
+def _parse_with_core(raw: bytes, num_rows: int) -> RawRows | None:
     """None where a line is not as usual, or there is no compiled core."""
     try:
         core = baseline_core()
@@ -44,4 +44,4 @@ def _by_core(raw: bytes, num_rows: int) -> RawRows | None:
         )
         for k, first in enumerate(firsts.tolist())
     ]
-    return RawRows([label], [log1p(column) for column in dense], [RawSparse(column) for column in sparse])
+    return RawRows([label], [log_transform(column) for column in dense], [RawSparse(column) for column in sparse])

@@ -19,7 +19,7 @@ template <typename T, int dims>
 using Array = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
 // Whether one of eight bytes is below 16, as tab, line feed and carriage return are; says yes for some others as well.
-inline bool may_end(const uint8_t* p) {
+inline bool may_contain_field_end(const uint8_t* p) {
   uint64_t word;
   std::memcpy(&word, p, 8);
   return ((word - 0x1010101010101010ULL) & 0x8080808080808080ULL) != 0;
@@ -27,7 +27,7 @@ inline bool may_end(const uint8_t* p) {
 
 // The first byte at or after `p` that ends a field. The text ends with a line feed.
 inline const uint8_t* field_end(const uint8_t* p, const uint8_t* end) {
-  while (end - p >= 8 && !may_end(p)) p += 8;
+  while (end - p >= 8 && !may_contain_field_end(p)) p += 8;
   while (*p != '\t' && *p != '\n' && *p != '\r') ++p;
   return p;
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 from pyarrow import csv
 
-from meseta.data.raw_rows import RawRows, RawSparse, log1p
+from meseta.data.raw_rows import RawRows, RawSparse, log_transform
 
 
 def parse_tsv(raw: bytes, types: Mapping[str, pa.DataType]) -> RawRows:
@@ -23,6 +23,6 @@ def parse_tsv(raw: bytes, types: Mapping[str, pa.DataType]) -> RawRows:
         csv.ConvertOptions(column_types=dict(types), null_values=[""], strings_can_be_null=False),
     ).combine_chunks()
     columns = [column.chunk(0) for column in table.columns]
-    dense = [log1p(c.to_numpy(zero_copy_only=False)) for c in columns if pa.types.is_integer(c.type)]
+    dense = [log_transform(c.to_numpy(zero_copy_only=False)) for c in columns if pa.types.is_integer(c.type)]
     sparse = [RawSparse(column) for column in columns if pa.types.is_binary(column.type)]
     return RawRows([columns[0].to_numpy(zero_copy_only=False)], dense, sparse)

@@ -19,7 +19,7 @@ from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.spec import MesetaError
 
-PICKED_SHARE = 0.5
+MAX_PREFILTER_SHARE = 0.5
 """Of the rows of a block: where fewer are wanted, to take them out and parse them alone costs less than all."""
 
 
@@ -29,14 +29,14 @@ class EncodedBlock:
 
     splits: dict[str, pa.RecordBatch]
     """Those of SPLITS that have rows of it."""
-    counted: dict[str, pa.Table]
+    value_counts: dict[str, pa.Table]
     """Values in the training rows of each feature that gets a vocabulary, and their counts."""
-    num_not_finite: tuple[int, ...]
-    """As `RawRows.num_not_finite`."""
-    num_unlabelled: int
+    num_non_finite: tuple[int, ...]
+    """As `RawRows.num_non_finite`."""
+    num_unlabeled: int
     """Rows that were left out because they have none of several labels."""
     block: Block
-    split: NDArray[np.int8]
+    split_ids: NDArray[np.int8]
     """Place in SPLITS of the split that each row goes to [num_rows]; NO_SPLIT if it was left out."""
 
 
@@ -50,26 +50,26 @@ class Encoder:
         *,
         hash_seeds: Mapping[str, int],
         hash_rows: Mapping[str, int],
-        keep_unlabelled: bool = False,
+        keep_unlabeled: bool = False,
     ) -> None:
         """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
-        others have vocabularies. `keep_unlabelled` keeps rows that have none of several labels, for prediction."""
+        others have vocabularies. `keep_unlabeled` keeps rows that have none of several labels, for prediction."""
         self.layout = layout
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
         self.splitter = splitter
-        self._drops_unlabelled = len(layout.labels) > 1 and not keep_unlabelled
+        self._drops_unlabeled = len(layout.labels) > 1 and not keep_unlabeled
 
     @property
-    def known_rows(self) -> dict[str, int]:
+    def fixed_num_rows(self) -> dict[str, int]:
         """Table rows of the sparse features without a vocabulary."""
-        cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_rows}
+        cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_row_ids}
         return {**cut, **self.hash_rows}
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
         rows = block.source.format.parse(block, self.layout)
-        split = self._split_of(block, first_global_row, rows)
+        split = self._assign_splits(block, first_global_row, rows)
         batch = self._record_batch(rows)
         splits = {}
         for place, name in enumerate(SPLITS):
@@ -82,39 +82,39 @@ class Encoder:
         training = split == TRAIN
         if training.any():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
-                if column.has_rows or column.name in self.hash_rows:
+                if column.has_row_ids or column.name in self.hash_rows:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
         return EncodedBlock(
             splits=splits,
-            counted=counted,
-            num_not_finite=rows.num_not_finite,
-            num_unlabelled=int(np.count_nonzero(split == NO_SPLIT)),
+            value_counts=counted,
+            num_non_finite=rows.num_non_finite,
+            num_unlabeled=int(np.count_nonzero(split == NO_SPLIT)),
             block=block,
-            split=split,
+            split_ids=split,
         )
 
-    def encode_split(self, block: Block, first_global_row: int, split: str, *, picks: bool) -> pa.RecordBatch:
-        """The rows of one split alone, as `encode` gives them; none where the block has none. `picks`: whether others
-        need not be parsed where they can be told before, as in blocks without bad rows. Raises MesetaError as `encode`
-        does."""
+    def encode_split(self, block: Block, first_global_row: int, split: str, *, prefilter: bool) -> pa.RecordBatch:
+        """The rows of one split alone, as `encode` gives them; none where the block has none. `prefilter`: whether
+        others need not be parsed where they can be told before, as in blocks without bad rows. Raises MesetaError as
+        `encode` does."""
         place = SPLITS.index(split)
-        if picks and (known := self.splitter.split_before_parsing(block, first_global_row)) is not None:
+        if prefilter and (known := self.splitter.assign_splits_by_number(block, first_global_row)) is not None:
             mask = known == place
-            if 0 < mask.sum() < PICKED_SHARE * mask.size:
+            if 0 < mask.sum() < MAX_PREFILTER_SHARE * mask.size:
                 raw_format = block.source.format
                 with suppress(MesetaError):  # which would not tell the row
-                    rows = raw_format.parse(raw_format.picked(block, mask), self.layout)
+                    rows = raw_format.parse(raw_format.filter_rows(block, mask), self.layout)
                     batch = self._record_batch(rows)
-                    return batch.filter(pa.array(~rows.is_unlabelled)) if self._drops_unlabelled else batch
+                    return batch.filter(pa.array(~rows.unlabeled_mask)) if self._drops_unlabeled else batch
         rows = block.source.format.parse(block, self.layout)
-        mask = self._split_of(block, first_global_row, rows) == place
+        mask = self._assign_splits(block, first_global_row, rows) == place
         batch = self._record_batch(rows)
         return batch if mask.all() else batch.filter(pa.array(mask))
 
-    def _split_of(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
-        split = self.splitter.split_of(block, first_global_row, rows)
-        return np.where(rows.is_unlabelled, np.int8(NO_SPLIT), split) if self._drops_unlabelled else split
+    def _assign_splits(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
+        split = self.splitter.assign_splits(block, first_global_row, rows)
+        return np.where(rows.unlabeled_mask, np.int8(NO_SPLIT), split) if self._drops_unlabeled else split
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
         labels = [pa.array(label, from_pandas=True) for label in rows.labels]  # NaN, a missing one, becomes null
@@ -124,19 +124,19 @@ class Encoder:
             columns[name] = pa.array(values)
         for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
             seed = self.hash_seeds[column.name]
-            if column.has_rows:
+            if column.has_row_ids:
                 ids = sparse.values
             elif column.name not in self.hash_rows:
                 ids = pa.array(hash_categories(sparse.values, seed))
             else:
                 ids = pa.array(hash_to_rows(sparse.values, self.hash_rows[column.name], seed))
-            columns[column.name] = as_lists(ids, sparse.lengths)
+            columns[column.name] = to_list_array(ids, sparse.lengths)
             if sparse.weights is not None:
-                columns[f"{column.name}.weight"] = as_lists(pa.array(sparse.weights), sparse.lengths)
+                columns[f"{column.name}.weight"] = to_list_array(pa.array(sparse.weights), sparse.lengths)
         return pa.RecordBatch.from_pydict(columns)
 
 
-def as_lists(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
+def to_list_array(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
     """`values` themselves, or cut into lists of the given lengths."""
     if lengths is None:
         return values

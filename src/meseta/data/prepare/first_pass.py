@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meseta.data.dataset.dataset import Dataset, SourceFile, Split
-from meseta.data.dataset.features import Tables, describe_dense, describe_sparse, source_form
+from meseta.data.dataset.features import FeatureTables, describe_dense, describe_sparse, make_source_form
 from meseta.data.dataset.statistics import FeatureStatistics
-from meseta.data.dataset.touched import LARGEST_TABLE
-from meseta.data.dataset.unseen import LookupCounter
+from meseta.data.dataset.touched_rows import MAX_TOUCHED_TABLE_ROWS
+from meseta.data.dataset.unseen_values import LookupCounter
 from meseta.data.dataset.vocabulary import VocabularyCounter
-from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_rare, parse_good_rows
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_bad_rows_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.sources import find_teacher
 from meseta.data.prepare.spool import SplitTally
 from meseta.data.prepare.staging import Staging
-from meseta.data.workers import in_order
+from meseta.data.workers import run_in_order
 from meseta.spec import MesetaError
 
 Progress = Callable[[str, int, float], None]
@@ -35,7 +35,7 @@ _VOCABULARY_BUDGET_BYTES = 384 << 20
 
 
 @dataclass(frozen=True)
-class ReadSoFar:
+class ReadProgress:
     """How far the first pass has come."""
 
     source: int
@@ -84,14 +84,14 @@ class FirstPass:
         self.progress = progress
         self.tallies = tallies
         self.observer = observer
-        self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
+        self.rows_per_source = dict.fromkeys((source.path for source in sources), 0)
         self.bad_rows = BadRowCounter(options.max_bad_rows)
-        self.not_finite: Counter[str] = Counter()
-        self.num_unlabelled = 0
+        self.non_finite: Counter[str] = Counter()
+        self.num_unlabeled = 0
         budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
         self.counters = {
             column.name: VocabularyCounter(column.name, staging.scratch, budget)
-            for column in self.layout.values
+            for column in self.layout.encoded_features
             if column.name not in encoder.hash_rows
         }
 
@@ -103,13 +103,13 @@ class FirstPass:
         total_bytes = sum(source.size_bytes for source in self.sources)
         done_bytes = sum(source.size_bytes for source in self.sources[: at.source])
         self.progress("read", at.num_rows, (done_bytes + at.position_bytes) / total_bytes)
-        for index, block, parts in in_order(pool, self._jobs(at), num_threads + 1):
-            self._take(index, block, parts)
-            at = ReadSoFar(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
+        for index, block, parts in run_in_order(pool, self._jobs(at), num_threads + 1):
+            self._add_block(index, block, parts)
+            at = ReadProgress(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
             self.bad_rows.add(parts)
             done_bytes = sum(source.size_bytes for source in self.sources[:index])
             self.progress("read", at.num_rows, (done_bytes + block.position_bytes) / total_bytes)
-            if self.staging.is_due:
+            if self.staging.is_commit_due:
                 self._commit(at)
         self.bad_rows.check()
         for tally in self.tallies.values():
@@ -118,17 +118,17 @@ class FirstPass:
         if at.source < len(self.sources):
             self._commit(replace(at, source=len(self.sources), place=FilePosition(), position_bytes=0))
 
-    def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> Tables:
+    def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> FeatureTables:
         """Tables of all features once all is read, whose vocabularies are written to `folder`; with these statistics,
         and empty ones of the other features."""
         vocabularies = {
             name: counter.finish(folder, self.options.min_count, self.encoder.hash_seeds[name])
             for name, counter in self.counters.items()
         }
-        num_rows = {**self.encoder.known_rows, **{name: v.num_embeddings for name, v in vocabularies.items()}}
+        num_rows = {**self.encoder.fixed_num_rows, **{name: v.num_embeddings for name, v in vocabularies.items()}}
         counted = {c.name: statistics.get(c.name) or FeatureStatistics(num_rows[c.name]) for c in self.layout.sparse}
-        hashed = [name for name in self.encoder.hash_rows if num_rows[name] <= LARGEST_TABLE]
-        return Tables(
+        hashed = [name for name in self.encoder.hash_rows if num_rows[name] <= MAX_TOUCHED_TABLE_ROWS]
+        return FeatureTables(
             num_embeddings=num_rows,
             hash_seeds=self.encoder.hash_seeds,
             vocabularies=vocabularies,
@@ -140,7 +140,7 @@ class FirstPass:
         )
 
     def describe(
-        self, tables: Tables, splits: dict[str, Split], touched: str | None, recipe: str | None = None
+        self, tables: FeatureTables, splits: dict[str, Split], touched: str | None, recipe: str | None = None
     ) -> Dataset:
         """The description of the dataset; `touched` and `recipe` as there."""
         options, layout, splitter = self.options, self.layout, self.encoder.splitter
@@ -155,32 +155,32 @@ class FirstPass:
             splits=splits,
             teacher=find_teacher(self.sources),
             seed=options.seed,
-            test_fraction=options.share_of("test"),
-            valid_fraction=options.share_of("valid"),
+            test_fraction=options.split_fraction("test"),
+            valid_fraction=options.split_fraction("valid"),
             split_by=splitter.by,
             test_from=splitter.test_from,
             valid_from=splitter.valid_from,
             sources=tuple(
-                SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
+                SourceFile(path=s.path, split=s.split, num_rows=self.rows_per_source[s.path]) for s in self.sources
             ),
-            not_finite=dict(+self.not_finite),
-            num_unlabelled=self.num_unlabelled,
-            bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
-            source_form=source_form(layout, self.sources[0].format),
+            not_finite=dict(+self.non_finite),
+            num_unlabelled=self.num_unlabeled,
+            bad_rows=self.bad_rows.bad_rows if options.bad_rows == "skip" else None,
+            source_form=make_source_form(layout, self.sources[0].format),
             touched=touched,
             recipe=recipe,
         )
 
-    def _take(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
+    def _add_block(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
         """Take what was made of one block."""
         for encoded in parts.results:
             for name, batch in encoded.splits.items():
                 self.tallies[name].add(batch)
-                self.rows_of_source[block.source.path] += batch.num_rows
-            for name, counted in encoded.counted.items():
+                self.rows_per_source[block.source.path] += batch.num_rows
+            for name, counted in encoded.value_counts.items():
                 self.counters[name].add(counted)
-            self.not_finite.update(dict(zip(self.layout.dense, encoded.num_not_finite, strict=False)))
-            self.num_unlabelled += encoded.num_unlabelled
+            self.non_finite.update(dict(zip(self.layout.dense, encoded.num_non_finite, strict=False)))
+            self.num_unlabeled += encoded.num_unlabeled
         if self.observer is not None:
             self.observer.add(source, block, parts)
 
@@ -188,18 +188,18 @@ class FirstPass:
         """Raise MesetaError where a split that training or choosing needs has no row."""
         if not self.tallies["train"].num_rows:
             change = {"fraction": "lower", "after": "give a later", "files": "give fewer"}
-            rules = [(split, self.options.rule_of(split)) for split in self.options.splits if split != "train"]
+            rules = [(split, self.options.split_rule(split)) for split in self.options.splits if split != "train"]
             ways_out = " or ".join(f"{change[rule]} --{split}-{rule}" for split, rule in rules if rule)
             raise MesetaError(f"prepare: none of {num_rows} rows is left for training; {ways_out}")
         if "valid" in self.tallies and not self.tallies["valid"].num_rows:
             change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}
-            rule = self.options.rule_of("valid") or "fraction"
+            rule = self.options.split_rule("valid") or "fraction"
             raise MesetaError(
                 f"prepare: none of {num_rows} rows falls to the valid split; {change[rule]} --valid-{rule}, or go "
                 "without it: --valid-fraction 0"
             )
 
-    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedBlock]]]]:
+    def _jobs(self, at: ReadProgress) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedBlock]]]]:
         """Each gives the number of its source and the block beside what was made of it."""
         first_row = at.num_rows
         for index, source in enumerate(self.sources[at.source :], at.source):
@@ -218,36 +218,36 @@ class FirstPass:
         try:
             return ParsedRows([encode(block)], block.num_rows)
         except MesetaError as error:
-            if not are_rare(block, encode):
+            if not are_bad_rows_rare(block, encode):
                 raise
             raise error.with_suffix(", or leave such rows out with --bad-rows skip") from None
 
-    def _resume(self) -> ReadSoFar:
+    def _resume(self) -> ReadProgress:
         """Take up what was committed."""
         state = self.staging.state.get("read")
         if state is None:
-            return ReadSoFar(0, 0, FilePosition(), 0)
+            return ReadProgress(0, 0, FilePosition(), 0)
         for name, tally in self.tallies.items():
             tally.set_state(state["tallies"][name])
         for name, counter in self.counters.items():
             counter.set_state(state["counters"][name])
-        self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
+        self.rows_per_source.update(zip(self.rows_per_source, state["rows_of_source"], strict=True))
         self.bad_rows.set_state(state["bad_rows"])
-        self.not_finite.update(state["not_finite"])
-        self.num_unlabelled = state["num_unlabelled"]
+        self.non_finite.update(state["not_finite"])
+        self.num_unlabeled = state["num_unlabelled"]
         if self.observer is not None:
             self.observer.set_state(state["observer"])
-        return ReadSoFar(state["source"], state["num_rows"], FilePosition(**state["place"]), state["position_bytes"])
+        return ReadProgress(state["source"], state["num_rows"], FilePosition(**state["place"]), state["position_bytes"])
 
-    def _commit(self, at: ReadSoFar) -> None:
+    def _commit(self, at: ReadProgress) -> None:
         state = {
             **asdict(at),
             "tallies": {name: tally.get_state() for name, tally in self.tallies.items()},
             "counters": {name: counter.get_state() for name, counter in self.counters.items()},
-            "rows_of_source": list(self.rows_of_source.values()),
+            "rows_of_source": list(self.rows_per_source.values()),
             "bad_rows": self.bad_rows.get_state(),
-            "not_finite": dict(self.not_finite),
-            "num_unlabelled": self.num_unlabelled,
+            "not_finite": dict(self.non_finite),
+            "num_unlabelled": self.num_unlabeled,
             "observer": None if self.observer is None else self.observer.get_state(),
         }
         self.staging.commit({**self.staging.state, "read": state})

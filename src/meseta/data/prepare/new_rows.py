@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
-from meseta.data.dataset.touched import read_touched
-from meseta.data.dataset.unseen import Unseen, count_unseen
+from meseta.data.dataset.touched_rows import read_touched
+from meseta.data.dataset.unseen_values import UnseenValues, count_unseen
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
 from meseta.data.formats.format import Block, read_blocks
-from meseta.data.formats.raw_columns import RawColumns
-from meseta.data.prepare.earlier import encoders_of, find_alike
+from meseta.data.formats.raw_columns import RawKeyColumns
+from meseta.data.prepare.earlier_dataset import find_matching_sources, make_encoders
 from meseta.data.prepare.splitting import TEST, Splitter
-from meseta.data.prepare.write import split_lists
-from meseta.data.workers import in_order
+from meseta.data.prepare.write import flatten_lists
+from meseta.data.workers import run_in_order
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
-Progress = Callable[[int, float], None]
+NewRowsProgress = Callable[[int, float], None]
 """Called with the rows so far, and how much of the files is read, 0 to 1."""
 
 
@@ -34,8 +34,8 @@ class EncodedRows:
     """As the files of a dataset have them."""
     keys: pa.RecordBatch | None
     """Raw columns of the same rows, where some are wanted."""
-    unseen: Unseen
-    num_not_finite: tuple[int, ...]
+    unseen: UnseenValues
+    num_non_finite: tuple[int, ...]
 
 
 class NewRows:
@@ -63,22 +63,22 @@ class NewRows:
 
         Raises MesetaError for files without the columns of `earlier`, and for what is missing or damaged of it.
         """
-        self.sources, self.layout = find_alike(earlier, patterns, encoding)
-        self._keys = RawColumns(self.sources, keys) if keys else None
+        self.sources, self.layout = find_matching_sources(earlier, patterns, encoding)
+        self._keys = RawKeyColumns(self.sources, keys) if keys else None
         splitter = Splitter(seed=earlier.seed)
-        self._encoder, self._finisher = encoders_of(earlier, self.layout, splitter, keep_unlabelled=True)
+        self._encoder, self._finalizer = make_encoders(earlier, self.layout, splitter, keep_unlabeled=True)
         hashed = self._encoder.hash_rows
         self._touched = read_touched(earlier)
-        looked_up = [column.name for column in self.layout.values]
-        self._tellable = [name for name in looked_up if name not in hashed or name in self._touched]
-        self.unseen = Unseen(
-            unknown=tuple(name for name in looked_up if name not in self._tellable),
+        looked_up = [column.name for column in self.layout.encoded_features]
+        self._countable = [name for name in looked_up if name not in hashed or name in self._touched]
+        self.unseen = UnseenValues(
+            uncounted_features=tuple(name for name in looked_up if name not in self._countable),
             test_shares={f.name: f.test_lookups.unseen_share for f in earlier.sparse if f.test_lookups is not None},
         )
         self._allow_unseen = allow_unseen
         self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
         """Of each file, as far as they are read."""
-        self.not_finite: Counter[str] = Counter()
+        self.non_finite: Counter[str] = Counter()
         self.bad_rows = None if max_bad_rows is None else BadRowCounter(max_bad_rows)
         self._earlier = earlier
 
@@ -93,7 +93,7 @@ class NewRows:
             update={
                 "labels": labels,
                 "has_labels": has_labels,
-                "may_lack_labels": len(labels) > 1,
+                "can_lack_labels": len(labels) > 1,
                 "weight": layout.weight,
                 "group": layout.group_column,
                 "time": layout.time,
@@ -104,8 +104,8 @@ class NewRows:
                 "sources": tuple(
                     SourceFile(path=path, split="test", num_rows=number) for path, number in self.num_rows.items()
                 ),
-                "not_finite": dict(+self.not_finite),
-                "bad_rows": None if self.bad_rows is None else self.bad_rows.found,
+                "not_finite": dict(+self.non_finite),
+                "bad_rows": None if self.bad_rows is None else self.bad_rows.bad_rows,
             }
         )
 
@@ -114,7 +114,7 @@ class NewRows:
         """Names and types of `EncodedRows.keys`."""
         return pa.schema([]) if self._keys is None else self._keys.schema
 
-    def read(self, progress: Progress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:
+    def read(self, progress: NewRowsProgress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:
         """All rows, which several threads encode, a few blocks ahead. Raises MesetaError for a row that cannot be
         parsed, for too many of them, and for a damaged file; at the end also for too many unseen values."""
         num_threads = num_threads or num_cores()
@@ -123,11 +123,11 @@ class NewRows:
             progress(0, 0.0)
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-encode")
         try:
-            for index, block, parts in in_order(pool, self._jobs(), num_threads + 1):
+            for index, block, parts in run_in_order(pool, self._jobs(), num_threads + 1):
                 for rows in parts.results:
                     self.unseen.add(rows.unseen)
                     self.num_rows[block.source.path] += rows.batch.num_rows
-                    self.not_finite.update(dict(zip(self.layout.dense, rows.num_not_finite, strict=False)))
+                    self.non_finite.update(dict(zip(self.layout.dense, rows.num_non_finite, strict=False)))
                     yield rows
                 if self.bad_rows is not None:
                     self.bad_rows.add(parts)
@@ -156,11 +156,11 @@ class NewRows:
 
     def _encode_part(self, block: Block) -> EncodedRows:
         encoded = self._encoder.encode(block, block.first_row)
-        batch = self._finisher.finish(encoded.splits[SPLITS[TEST]])
-        unseen = Unseen()
-        for name in self._tellable:
-            rows = split_lists(batch.column(name))[0]
-            unseen.lookups[name] = rows.size
-            unseen.values[name] = count_unseen(rows, self._touched.get(name))
-        keys = None if self._keys is None else self._keys.of(block)
-        return EncodedRows(batch=batch, keys=keys, unseen=unseen, num_not_finite=encoded.num_not_finite)
+        batch = self._finalizer.finalize(encoded.splits[SPLITS[TEST]])
+        unseen = UnseenValues()
+        for name in self._countable:
+            rows = flatten_lists(batch.column(name))[0]
+            unseen.value_counts[name] = rows.size
+            unseen.unseen_counts[name] = count_unseen(rows, self._touched.get(name))
+        keys = None if self._keys is None else self._keys.extract(block)
+        return EncodedRows(batch=batch, keys=keys, unseen=unseen, num_non_finite=encoded.num_non_finite)

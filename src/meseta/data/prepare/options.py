@@ -9,14 +9,14 @@ from typing import Literal
 
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.schema.roles import NamedColumns
-from meseta.machine.remote import refuse_url
+from meseta.machine.remote import check_not_url
 from meseta.spec import MesetaError
 
-PARTED = ("test", "valid")
+HELD_OUT_SPLITS = ("test", "valid")
 """Splits that are parted from the training rows."""
-RULES = ("fraction", "files", "after")
+SPLIT_RULES = ("fraction", "files", "after")
 """What may part them, as in the names of the options."""
-TEST_FRACTION = 0.1
+DEFAULT_TEST_FRACTION = 0.1
 """Share of the test split where nothing says what makes it."""
 
 
@@ -80,10 +80,10 @@ class PrepareOptions:
     """Worker threads; None: the cores this process may use. The result does not depend on it."""
 
     def __post_init__(self) -> None:
-        refuse_url("prepare: --out", self.out)
+        check_not_url("prepare: --out", self.out)
         self._check_shares()
         self._check_split_by()
-        if self.schema is not None and self.named:
+        if self.schema is not None and self.named_columns:
             raise MesetaError(
                 "prepare: --schema and --label, --dense, --sparse, --ignore, --time exclude each other; give one or "
                 "the others"
@@ -104,20 +104,22 @@ class PrepareOptions:
             raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
 
     @property
-    def named(self) -> NamedColumns:
+    def named_columns(self) -> NamedColumns:
         """Columns by name."""
         label = [self.label] if isinstance(self.label, str) else self.label or ()
         return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore, time=self.time)
 
     def _check_shares(self) -> None:
-        for split in PARTED:
-            options = [f"--{split}-{rule}" for rule in RULES if getattr(self, f"{split}_{rule}") not in (None, (), [])]
+        for split in HELD_OUT_SPLITS:
+            options = [
+                f"--{split}-{rule}" for rule in SPLIT_RULES if getattr(self, f"{split}_{rule}") not in (None, (), [])
+            ]
             if len(options) > 1:
                 raise MesetaError(f"prepare: {' and '.join(options)} exclude each other; give one of them")
             share = getattr(self, f"{split}_fraction")
             if share is not None and not 0 <= share < 1:
                 raise MesetaError(f"prepare: --{split}-fraction must be in [0, 1), got {share}")
-        test, valid = self.share_of("test") or 0.0, self.share_of("valid") or 0.0
+        test, valid = self.split_fraction("test") or 0.0, self.split_fraction("valid") or 0.0
         if test + valid >= 1:
             raise MesetaError(
                 f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; lower one"
@@ -126,7 +128,7 @@ class PrepareOptions:
     def _check_split_by(self) -> None:
         if self.split_by not in (None, "time", "group"):
             raise MesetaError(f"prepare: --split-by must be 'time' or 'group', got {self.split_by!r}")
-        options = {f"--{split}-{rule}": rule for split in PARTED if (rule := self.rule_of(split))}
+        options = {f"--{split}-{rule}": rule for split in HELD_OUT_SPLITS if (rule := self.split_rule(split))}
         after = [option for option, rule in options.items() if rule == "after"]
         if self.split_by == "group" and after:
             raise MesetaError(f"prepare: --split-by group and {after[0]} exclude each other; give one")
@@ -134,7 +136,7 @@ class PrepareOptions:
             other = " and ".join(options)
             raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; give one")
 
-    def rule_of(self, split: str) -> Literal["fraction", "files", "after"] | None:
+    def split_rule(self, split: str) -> Literal["fraction", "files", "after"] | None:
         """Which option makes the test or the valid split; None: there is no valid split."""
         if getattr(self, f"{split}_files"):
             return "files"
@@ -142,14 +144,14 @@ class PrepareOptions:
             return "after"
         return "fraction" if split == "test" or self.valid_fraction else None
 
-    def share_of(self, split: str) -> float | None:
+    def split_fraction(self, split: str) -> float | None:
         """Share of rows, or of groups, for the test or the valid split; None: by files, at a given time, or none."""
-        if self.rule_of(split) != "fraction":
+        if self.split_rule(split) != "fraction":
             return None
         share: float | None = getattr(self, f"{split}_fraction")
-        return TEST_FRACTION if share is None else share
+        return DEFAULT_TEST_FRACTION if share is None else share
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Names of the splits that are made, in the order of SPLITS."""
-        return tuple(split for split in SPLITS if split == "train" or self.rule_of(split))
+        return tuple(split for split in SPLITS if split == "train" or self.split_rule(split))

@@ -11,20 +11,20 @@ from typing import Any
 
 from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
-from meseta.machine.files import parse_json, plain_data, read_if_there
+from meseta.machine.files import parse_json, read_if_exists, to_json_types
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
-RECORD_NAME = "prepare.json"
-_NO_PART_OF_THE_RESULT = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
+PREPARE_RECORD_FILE = "prepare.json"
+_IRRELEVANT_OPTIONS = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
 
 
-def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
+def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
     """All that the rows of a dataset depend on, as plain data: files by name, size and time of change, and options.
 
     A schema file counts by its text. Raises MesetaError where that cannot be read.
     """
-    chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NO_PART_OF_THE_RESULT}
+    chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _IRRELEVANT_OPTIONS}
     chosen["valid_fraction"] = options.valid_fraction or None  # a share of 0 is no valid split
     for name in ("recipe_only", "encoding"):
         if not chosen[name]:
@@ -34,11 +34,11 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
             chosen["schema"] = options.schema.read_text(errors="replace")
         except OSError as error:
             raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
-    document: dict[str, Any] = plain_data({"options": chosen, "sources": files_of(sources)})
+    document: dict[str, Any] = to_json_types({"options": chosen, "sources": source_entries(sources)})
     return document
 
 
-def files_of(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
+def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
     """Files by their whole names, with what changes when they do."""
     return {
         (source.path if is_url(source.path) else os.path.abspath(source.path)): {
@@ -53,13 +53,13 @@ def files_of(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
 
 def save_record(record: Mapping[str, Any], folder: Path) -> None:
     """Write `folder`/prepare.json."""
-    (folder / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
+    (folder / PREPARE_RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
     """What `save_record` has written; None where there is no such file, or something else in it. Raises StorageError
     if reading failed."""
-    content = read_if_there(folder / RECORD_NAME)
+    content = read_if_exists(folder / PREPARE_RECORD_FILE)
     try:
         record = parse_json(content or b"", finite=False)
         return {"options": dict(record["options"]), "sources": dict(record["sources"])}
@@ -67,7 +67,7 @@ def load_record(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def record_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first difference between two records, for people; None where they agree."""
     for name, entry in now["sources"].items():
         if name not in before["sources"]:
@@ -84,10 +84,10 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for name in {**before["options"], **now["options"]}:
         was, wanted = before["options"].get(name), now["options"].get(name)
         if was != wanted and (was or wanted):  # options of later versions are missing in records of earlier ones
-            return f"the option {name} was {_shown(was)} and is {_shown(wanted)} now"
+            return f"the option {name} was {_format_value(was)} and is {_format_value(wanted)} now"
     return None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

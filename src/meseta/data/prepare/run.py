@@ -16,38 +16,38 @@ from typing import cast
 
 import pyarrow as pa
 
-from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.formats.format import Source
-from meseta.data.formats.values import seconds_of_texts
+from meseta.data.formats.values import parse_times
 from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import RawLayout
 from meseta.data.prepare.encode import Encoder
 from meseta.data.prepare.first_pass import Progress
-from meseta.data.prepare.options import PARTED, PrepareOptions
-from meseta.data.prepare.passes import TwoPasses
-from meseta.data.prepare.record import difference, load_record, record_of
+from meseta.data.prepare.options import HELD_OUT_SPLITS, PrepareOptions
+from meseta.data.prepare.record import load_record, make_record, record_difference
 from meseta.data.prepare.sources import find_sources, find_teacher
 from meseta.data.prepare.splitting import SplitBy, Splitter
 from meseta.data.prepare.staging import Staging, staged_folder
 from meseta.data.prepare.survey import Survey, Surveyor
-from meseta.data.recipe.making import RecipeMaking
-from meseta.data.schema.find import find_layout
-from meseta.data.schema.schema import Schema, schema_text
+from meseta.data.prepare.two_passes import TwoPassPreparation
+from meseta.data.recipe.recipe_preparation import RecipePreparation
+from meseta.data.schema.find_layout import find_layout
+from meseta.data.schema.schema import Schema, format_schema
 from meseta.machine.processors import num_cores
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, suggest
 
-VALID_FRACTION = 0.1
+DEFAULT_VALID_FRACTION = 0.1
 """Share of the valid split, where there is to be one and nothing says which."""
-MIN_COUNT = 2
+DEFAULT_MIN_COUNT = 2
 """Occurrences that earn a value a row of its own in what `meseta train --data` prepares: hashing to 100,000 rows cost
 0.014 of AUC on a log with 60,000 users of five rows each, and 0.015 on one with ids without end."""
 
 
 def read_layout(options: PrepareOptions) -> RawLayout:
     """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
-    schema = _schema_of(options)
+    schema = _load_schema(options)
     sources = _find_sources(options, schema)
-    return _layout_of(options, schema, sources[0].format.with_header(sources))
+    return _find_layout(options, schema, sources[0].format.with_header(sources))
 
 
 def prepare(
@@ -62,17 +62,17 @@ def prepare(
     line and field), for an existing `out`, and where no row is left for training.
     """
     progress = progress or _no_progress
-    schema = _schema_of(options)
+    schema = _load_schema(options)
     sources = _find_sources(options, schema)
     sources = sources[0].format.with_header(sources)
-    layout = _layout_of(options, schema, sources, progress)
+    layout = _find_layout(options, schema, sources, progress)
     if on_layout is not None:
         on_layout(layout)
-    splitter = _splitter(options, layout)
+    splitter = _make_splitter(options, layout)
     hash_rows = _hash_rows(options, layout)
     num_threads = options.num_threads or num_cores()
-    record = record_of(options, sources)
-    columns = sha256(schema_text(layout).encode()).hexdigest()
+    record = make_record(options, sources)
+    columns = sha256(format_schema(layout).encode()).hexdigest()
     with staged_folder(options.out, record, force=options.force, columns=columns) as staging:
         if not staging.is_complete:
             pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
@@ -85,16 +85,16 @@ def prepare(
                     pool=pool,
                     num_threads=num_threads,
                     on_rows=partial(progress, "scan"),
-                    skip_bad=options.bad_rows == "skip",
+                    skip_bad_rows=options.bad_rows == "skip",
                 )
-                survey = _survey(surveyor, staging)
+                survey = _load_or_make_survey(surveyor, staging)
                 encoder = Encoder(
                     layout.with_boundaries(survey.boundaries),
                     replace(splitter, test_from=survey.test_from, valid_from=survey.valid_from),
                     hash_seeds={column.name: feature_seed(column.name, options.seed) for column in layout.sparse},
                     hash_rows=hash_rows,
                 )
-                make = RecipeMaking if options.recipe_only else TwoPasses
+                make = RecipePreparation if options.recipe_only else TwoPassPreparation
                 dataset = make(options, sources, encoder, staging, progress).run(pool, num_threads)
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -102,20 +102,20 @@ def prepare(
     return Dataset.load(options.out)
 
 
-def for_training(options: PrepareOptions) -> PrepareOptions:
+def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
     """The same as `meseta train --data` prepares them: table rows for values that come twice, and a valid split of a
     tenth where nothing is said of one. What was prepared in `options.out` already, and otherwise, stays as it is."""
     record = load_record(options.out)
     former = {} if record is None else record["options"]
     if record is None or former.get("vocabulary"):
         min_count = former.get("min_count")
-        least = min_count if isinstance(min_count, int) and min_count >= 1 else MIN_COUNT
+        least = min_count if isinstance(min_count, int) and min_count >= 1 else DEFAULT_MIN_COUNT
         options = replace(options, vocabulary=True, min_count=least)
-    if options.valid_fraction is not None or options.rule_of("valid"):
+    if options.valid_fraction is not None or options.split_rule("valid"):
         return options
     if record is not None and former.get("valid_fraction") is None:
         return options
-    return replace(options, valid_fraction=VALID_FRACTION)
+    return replace(options, valid_fraction=DEFAULT_VALID_FRACTION)
 
 
 def load_prepared(options: PrepareOptions) -> Dataset | None:
@@ -124,13 +124,13 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     Raises MesetaError where the sources or the options are others than those that it was prepared from.
     """
     out = options.out
-    if not (out / FILE_NAME).exists():
+    if not (out / DATASET_FILE).exists():
         return None
     record = load_record(out)
     if record is None:
         other: str | None = "it does not say from which it was"
     else:
-        other = difference(record, record_of(options, _find_sources(options, _schema_of(options))))
+        other = record_difference(record, make_record(options, _find_sources(options, _load_schema(options))))
     if other:
         raise MesetaError(
             f"{str(out)!r} was not prepared from these files with these options: {other}; --force prepares it again "
@@ -139,7 +139,7 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     return Dataset.load(out)
 
 
-def _schema_of(options: PrepareOptions) -> Schema | None:
+def _load_schema(options: PrepareOptions) -> Schema | None:
     return None if options.schema is None else Schema.load(options.schema)
 
 
@@ -149,7 +149,7 @@ def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Sourc
     sources = find_sources(
         options.sources,
         {"valid": options.valid_files, "test": options.test_files},
-        rest_is_parted=any(options.rule_of(split) in ("fraction", "after") for split in PARTED),
+        split_rest=any(options.split_rule(split) in ("fraction", "after") for split in HELD_OUT_SPLITS),
         delimiter=delimiter,
         header=header,
         encoding=encoding,
@@ -159,16 +159,16 @@ def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Sourc
     return sources
 
 
-def _layout_of(
+def _find_layout(
     options: PrepareOptions, schema: Schema | None, sources: Sequence[Source], progress: Progress | None = None
 ) -> RawLayout:
     on_scan = None if progress is None else partial(progress, "scan")
-    return find_layout(sources, options.named, schema, on_scan, skip_bad=options.bad_rows == "skip")
+    return find_layout(sources, options.named_columns, schema, on_scan, skip_bad=options.bad_rows == "skip")
 
 
-def _splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
+def _make_splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
     """Raises MesetaError where the column that decides is missing, or --test-after or --valid-after is no time."""
-    is_after = any(options.rule_of(split) == "after" for split in PARTED)
+    is_after = any(options.split_rule(split) == "after" for split in HELD_OUT_SPLITS)
     by = cast(SplitBy | None, "time" if is_after else options.split_by)
     if by is not None and getattr(layout, by) is None:
         raise MesetaError(
@@ -177,22 +177,22 @@ def _splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
         )
     splitter = Splitter(
         seed=options.seed,
-        test_fraction=options.share_of("test") or 0.0,
-        valid_fraction=options.share_of("valid") or 0.0,
+        test_fraction=options.split_fraction("test") or 0.0,
+        valid_fraction=options.split_fraction("valid") or 0.0,
         by=by,
-        test_from=_seconds("--test-after", options.test_after),
-        valid_from=_seconds("--valid-after", options.valid_after),
+        test_from=_parse_time("--test-after", options.test_after),
+        valid_from=_parse_time("--valid-after", options.valid_after),
     )
     splitter.check_order()
     return splitter
 
 
-def _seconds(option: str, text: str | None) -> float | None:
+def _parse_time(option: str, text: str | None) -> float | None:
     """A time as an option gives it, in seconds since 1970-01-01 UTC. Raises MesetaError where it is none."""
     if text is None:
         return None
     try:
-        [seconds] = seconds_of_texts(pa.array([text])).tolist()
+        [seconds] = parse_times(pa.array([text])).tolist()
     except pa.ArrowInvalid:
         seconds = math.nan
     if math.isnan(seconds):
@@ -200,12 +200,12 @@ def _seconds(option: str, text: str | None) -> float | None:
     return float(seconds)
 
 
-def _survey(surveyor: Surveyor, staging: Staging) -> Survey:
+def _load_or_make_survey(surveyor: Surveyor, staging: Staging) -> Survey:
     """What an earlier process found, or what is found now."""
     if "survey" in staging.state:
         return Survey.from_dict(staging.state["survey"])
     survey = surveyor.survey()
-    if not surveyor.leaves_all_as_it_is:
+    if not surveyor.is_unnecessary:
         staging.commit({**staging.state, "survey": survey.to_dict()})
     return survey
 
@@ -217,10 +217,10 @@ def _no_progress(stage: str, rows: int, share: float) -> None:
 def _hash_rows(options: PrepareOptions, layout: RawLayout) -> dict[str, int]:
     if options.vocabulary:
         return {}
-    names = [column.name for column in layout.values]
+    names = [column.name for column in layout.encoded_features]
     for name in options.hash_rows_by_feature:
         if name not in names:
-            raise MesetaError(f"prepare: --hash-rows names no sparse feature {name!r}; {nearest(name, names)}")
+            raise MesetaError(f"prepare: --hash-rows names no sparse feature {name!r}; {suggest(name, names)}")
     return {name: options.hash_rows_by_feature.get(name, options.hash_rows) for name in names}
 
 
@@ -228,8 +228,8 @@ __all__ = [
     "PrepareOptions",
     "Progress",
     "find_teacher",
-    "for_training",
     "load_prepared",
     "prepare",
     "read_layout",
+    "with_training_defaults",
 ]

@@ -8,26 +8,26 @@ from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
-from meseta.data.dataset.dataset import FILE_NAME, SourceSplit, TeacherMetrics
+from meseta.data.dataset.dataset import DATASET_FILE, SourceSplit, TeacherMetrics
 from meseta.data.formats import registry
 from meseta.data.formats.encodings import UTF_8, check_encoding
-from meseta.data.formats.format import FileHead, Source, named_errors
-from meseta.data.formats.partitions import Partition, partition_of
+from meseta.data.formats.format import FileHead, Source, wrap_source_errors
+from meseta.data.formats.partitions import Partition, parse_partition
 from meseta.machine.files import parse_json
-from meseta.machine.remote import find, is_url, open_file, status
+from meseta.machine.remote import file_status, find_files, is_url, open_file
 from meseta.spec import MesetaError
 
 
 def find_sources(
     patterns: Sequence[str],
-    files_of_splits: Mapping[Literal["valid", "test"], Sequence[str]],
+    split_files: Mapping[Literal["valid", "test"], Sequence[str]],
     *,
-    rest_is_parted: bool,
+    split_rest: bool,
     delimiter: str | None = None,
     header: Sequence[str] = (),
     encoding: str | None = None,
 ) -> tuple[Source, ...]:
-    """Files in the given order, what a folder holds or a pattern matches in order of path; those of `files_of_splits`
+    """Files in the given order, what a folder holds or a pattern matches in order of path; those of `split_files`
     go there as a whole and come last, and the rest to training, or is parted row by row.
 
     Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one. Text has the
@@ -37,7 +37,7 @@ def find_sources(
     """
     whole: dict[str, SourceSplit] = {}
     partitions: dict[str, Partition] = {}
-    for split, named in files_of_splits.items():
+    for split, named in split_files.items():
         for path, partition in _expand(named).items():
             partitions[path] = partition
             if path in whole:
@@ -45,17 +45,17 @@ def find_sources(
                     f"prepare: {path!r} is named by --{whole[path]}-files and by --{split}-files; give it to one"
                 )
             whole[path] = split
-    rest: SourceSplit = "both" if rest_is_parted else "train"
+    rest: SourceSplit = "both" if split_rest else "train"
     given = _expand(patterns)
     splits = {path: rest for path in given if path not in whole}
     # A file for testing that is named itself is also below the folder of the others, and has their columns.
     partitions = {path: max(partitions.get(path, {}), given.get(path, {}), key=len) for path in partitions | given}
     if not splits:
-        options = " or ".join(f"--{split}-files" for split, named in files_of_splits.items() if named)
+        options = " or ".join(f"--{split}-files" for split, named in split_files.items() if named)
         raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
     encoding = None if encoding is None else check_encoding(encoding)
     sources = tuple(
-        replace(_identify(path, split, delimiter, tuple(header), encoding), partition=partitions[path])
+        replace(_make_source(path, split, delimiter, tuple(header), encoding), partition=partitions[path])
         for path, split in (splits | whole).items()
     )
     formats = {source.format: source.path for source in sources}
@@ -95,7 +95,7 @@ def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
     partitions: dict[str, Partition] = {}
     for pattern in patterns:
         try:
-            found = find(pattern)
+            found = find_files(pattern)
         except OSError as error:
             raise MesetaError(f"source {error.filename or pattern!r}: {error.strerror}") from None
         if not found:
@@ -108,33 +108,34 @@ def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
         for name, inner in found:
             path = name if is_url(name) else str(Path(name))
             is_below_folder = "/" in inner or (inner and not has_magic(pattern))
-            if is_below_folder and path.endswith(f"/{FILE_NAME}"):
+            if is_below_folder and path.endswith(f"/{DATASET_FILE}"):
                 raise MesetaError(
-                    f"source {path.removesuffix(f'/{FILE_NAME}')!r} is a dataset that `meseta prepare` wrote, and not "
+                    f"source {path.removesuffix(f'/{DATASET_FILE}')!r} is a dataset that `meseta prepare` wrote, and "
+                    f"not "
                     "raw files; train on it with data.dir"
                 )
             if path in partitions:
                 raise MesetaError(f"source {name!r} is given twice; its rows would count double")
-            partitions[path] = partition_of(path, inner)
+            partitions[path] = parse_partition(path, inner)
     return partitions
 
 
-def _identify(
+def _make_source(
     path: str, split: SourceSplit, delimiter: str | None, header: tuple[str, ...], encoding: str | None
 ) -> Source:
     try:
-        stat = status(path)
+        stat = file_status(path)
         if stat.is_folder:
             raise MesetaError(f"source {path!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
         if stat.size_bytes == 0:
             raise MesetaError(f"source {path!r} is empty; leave it out, or fetch it again")
-        with named_errors(path), open_file(path) as file:
+        with wrap_source_errors(path), open_file(path) as file:
             magic = file.read(4)
     except OSError as error:
         raise MesetaError(f"source {path!r}: {error.strerror}") from None
     head = FileHead(path, magic, delimiter, header, encoding)
     for raw_format in registry.FORMATS:
-        form = raw_format.tell(head)
+        form = raw_format.detect(head)
         if form is not None:
             break
     else:
@@ -145,7 +146,7 @@ def _identify(
         split=split,
         format=raw_format,
         size_bytes=stat.size_bytes or 1,
-        changed=stat.changed,
+        changed=stat.change_stamp,
         delimiter=form.delimiter,
         header=form.header,
         is_typed=form.is_typed,

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.counter import random_words
+from meseta.data.counter_rng import random_words
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.formats.format import Block
 from meseta.data.raw_rows import RawRows
@@ -19,7 +19,7 @@ TRAIN, VALID, TEST = range(len(SPLITS))
 """Places in SPLITS."""
 NO_SPLIT = -1
 """Stands for the split of a row that is left out."""
-_GROUPS = 1
+_GROUPS_KEY = 1
 """Key of the words drawn for groups, so that they do not repeat those of rows."""
 
 
@@ -39,7 +39,7 @@ class Splitter:
     valid_from: float | None = None
     """By time: the first second of the valid split, which ends where the test split begins; None: as above."""
 
-    def split_of(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
+    def assign_splits(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
         """TRAIN, VALID or TEST for the rows [n] of a block, whose first is row `first_global_row` of all sources.
 
         A function of the file, the time, the seed and the group, or the seed and the row's number, however files are
@@ -53,10 +53,10 @@ class Splitter:
             return self._by_time(rows.time)
         if self.by == "group":
             assert rows.group is not None
-            return self._by_word(random_words(rows.group, self.seed, _GROUPS))
+            return self._by_word(random_words(rows.group, self.seed, _GROUPS_KEY))
         return self._by_number(block, first_global_row)
 
-    def split_before_parsing(self, block: Block, first_global_row: int) -> NDArray[np.int8] | None:
+    def assign_splits_by_number(self, block: Block, first_global_row: int) -> NDArray[np.int8] | None:
         """The same where the numbers of rows tell it alone; None elsewhere."""
         is_drawn = block.source.split == "both" and self.by is None
         return self._by_number(block, first_global_row) if is_drawn else None

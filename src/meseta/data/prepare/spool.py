@@ -15,7 +15,7 @@ from meseta.data.dataset.statistics import WINDOW_SAMPLES, Moments
 from meseta.data.row_queue import RowQueue
 
 
-def known_of(known: Mapping[str, int], num_rows: int) -> dict[str, int]:
+def partial_label_counts(known: Mapping[str, int], num_rows: int) -> dict[str, int]:
     """Return the samples that have each label, for a description; empty if all of them have all."""
     return dict(known) if any(number < num_rows for number in known.values()) else {}
 
@@ -32,11 +32,11 @@ class SplitTally:
         self._labels = labels
         self._dense = dense
         self._pending = RowQueue()
-        self._saved: list[Path] = []
+        self._state_files: list[Path] = []
         self.num_rows = 0
         self.positives = dict.fromkeys(labels, 0.0)
         """Sum of each label."""
-        self.known = dict.fromkeys(labels, 0)
+        self.label_counts = dict.fromkeys(labels, 0)
         """Samples that have each label."""
         self.moments = Moments(len(dense))
 
@@ -44,13 +44,13 @@ class SplitTally:
     def num_windows(self) -> int:
         return -(-self.num_rows // WINDOW_SAMPLES)
 
-    def split(self, files: Sequence[DataFile]) -> Split:
+    def describe_split(self, files: Sequence[DataFile]) -> Split:
         """The description of a split with these rows."""
         return Split(
             num_rows=self.num_rows,
             num_positives=next(iter(self.positives.values())),
             positives=self.positives if len(self.positives) > 1 else {},
-            known=known_of(self.known, self.num_rows),
+            known=partial_label_counts(self.label_counts, self.num_rows),
             files=tuple(files),
         )
 
@@ -69,45 +69,45 @@ class SplitTally:
         pending = None
         if self._pending.num_rows:
             path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._pending.num_rows}.arrow")
-            if path not in self._saved:  # else no row has come since, as of a split that other files make
+            if path not in self._state_files:  # else no row has come since, as of a split that other files make
                 batches = self._pending.batches
                 with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
                     for batch in batches:
                         writer.write_batch(batch)
-                self._saved.append(path)
+                self._state_files.append(path)
             pending = path.name
-        while len(self._saved) > 2:  # the last state but one is no longer spoken of
-            self._saved.pop(0).unlink(missing_ok=True)
+        while len(self._state_files) > 2:  # the last state but one is no longer spoken of
+            self._state_files.pop(0).unlink(missing_ok=True)
         return {
             "pending": pending,
             "num_rows": self.num_rows,
             "positives": self.positives,
-            "known": self.known,
+            "known": self.label_counts,
             "moments": self.moments.get_state(),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave."""
         self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
-        self.known = dict(state["known"])
+        self.label_counts = dict(state["known"])
         self.moments.set_state(state["moments"])
         if state["pending"]:
             path = self._path.with_name(state["pending"])
             with pa.OSFile(str(path), "rb") as file:
                 self._pending = RowQueue(pa.ipc.open_stream(file).read_all().to_batches())
-            self._saved = [path]
+            self._state_files = [path]
 
     def _take(self, num_rows: int) -> None:
         window = self._pending.take(num_rows).combine_chunks().to_batches()[0]
-        self._keep(window)
+        self._process_window(window)
         self.num_rows += num_rows
         for label in self._labels:
             values = window.column(label).drop_null().to_numpy()
             self.positives[label] += float(values.sum(dtype=np.float64))
-            self.known[label] += values.size
+            self.label_counts[label] += values.size
         self.moments.add([window.column(name).to_numpy() for name in self._dense])
 
-    def _keep(self, window: pa.RecordBatch) -> None:
+    def _process_window(self, window: pa.RecordBatch) -> None:
         """What else is to be done with a window."""
 
 
@@ -147,7 +147,7 @@ class Spool(SplitTally):
         if self._path.exists():
             os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
 
-    def _keep(self, window: pa.RecordBatch) -> None:
+    def _process_window(self, window: pa.RecordBatch) -> None:
         if self._writer is None:
             self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
             self._writer = pa.ipc.new_stream(self._sink, window.schema)

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meseta.data.dataset.dataset import FILE_NAME
+from meseta.data.dataset.dataset import DATASET_FILE
 from meseta.data.prepare.record import load_record, save_record
 from meseta.errors import StorageError
-from meseta.machine.files import is_full, move, parse_json, plain_data, read_if_there, sync_all
+from meseta.machine.files import is_disk_full, move, parse_json, read_if_exists, sync_all, to_json_types
+from meseta.machine.kernel import boot_id
 from meseta.machine.locks import try_lock
-from meseta.machine.system import boot_id
 from meseta.spec import MesetaError
 
-JOURNAL = "meseta-prepare-unfinished.json"
-COMMIT_S = 20.0
+JOURNAL_FILE = "meseta-prepare-unfinished.json"
+COMMIT_INTERVAL_S = 20.0
 """Seconds between two entries of the journal: what a kill costs, about."""
 
 
@@ -33,13 +33,13 @@ class Staging:
         self.scratch = folder / "spool"
         """For files that the finished folder does not have."""
         # What was written before a machine went down may not have reached the disk: such a leftover is not used.
-        self._key = plain_data({**key, "boot": boot_id()})
+        self._key = to_json_types({**key, "boot": boot_id()})
         self.state: dict[str, Any] = self._load()
         """What was committed last, by this process or the one that was cut off; empty: nothing."""
         self._committed_s = time.monotonic()
 
     def _load(self) -> dict[str, Any]:
-        content = read_if_there(self.folder / JOURNAL)  # of which a failed read must not look like no work so far
+        content = read_if_exists(self.folder / JOURNAL_FILE)  # of which a failed read must not look like no work so far
         try:
             journal = parse_json(content or b"", finite=False)
             return dict(journal["state"]) if journal["key"] == self._key else {}
@@ -48,21 +48,21 @@ class Staging:
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """From here on the work goes on from `state`, plain data; files that it speaks of are written already."""
-        temporary = self.folder / f"{JOURNAL}.tmp"
+        temporary = self.folder / f"{JOURNAL_FILE}.tmp"
         temporary.write_text(json.dumps({"key": self._key, "state": state}))
-        move(temporary, self.folder / JOURNAL)
+        move(temporary, self.folder / JOURNAL_FILE)
         self.state = dict(state)
         self._committed_s = time.monotonic()
 
     @property
-    def is_due(self) -> bool:
+    def is_commit_due(self) -> bool:
         """Whether what was done since the last commit is worth another one."""
-        return time.monotonic() - self._committed_s >= COMMIT_S
+        return time.monotonic() - self._committed_s >= COMMIT_INTERVAL_S
 
     @property
     def is_complete(self) -> bool:
         """Whether all is written, and only the tidying up and the rename are left: the journal goes first."""
-        return not (self.folder / JOURNAL).exists() and load_record(self.folder) == self._key["record"]
+        return not (self.folder / JOURNAL_FILE).exists() and load_record(self.folder) == self._key["record"]
 
     def begin(self) -> None:
         """Remove what no journal of this work speaks of."""
@@ -74,9 +74,9 @@ class Staging:
 
     def finish(self) -> None:
         """Leave nothing but the finished folder in it; can be cut off and called again."""
-        if (self.folder / JOURNAL).exists():
+        if (self.folder / JOURNAL_FILE).exists():
             save_record(self._key["record"], self.folder)
-            (self.folder / JOURNAL).unlink()
+            (self.folder / JOURNAL_FILE).unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -94,16 +94,16 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns:
     a leftover of an earlier run, and where another process is at work on it.
     """
     _restore_replaced(out)
-    _check_free(out, force=force)
+    _check_replaceable(out, force=force)
     tmp = out.with_name(out.name + ".tmp")
     try:
-        with _locked(tmp):
-            if any(tmp.iterdir()) and not ((tmp / FILE_NAME).exists() or list(tmp.glob(f"{JOURNAL}*"))):
+        with _folder_lock(tmp):
+            if any(tmp.iterdir()) and not ((tmp / DATASET_FILE).exists() or list(tmp.glob(f"{JOURNAL_FILE}*"))):
                 raise MesetaError(
                     f"prepare: {str(tmp)!r} is in the way and was not made by prepare; move it or change --out"
                 )
             staging = Staging(tmp, {"record": record, "force": force, "columns": columns})
-            with _kept_if_useful(staging):
+            with _discard_on_failure(staging):
                 if not staging.is_complete:
                     staging.begin()
                 yield staging
@@ -117,19 +117,19 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool, columns:
 
 
 @contextmanager
-def _kept_if_useful(staging: Staging) -> Iterator[None]:
+def _discard_on_failure(staging: Staging) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
         is_told = isinstance(error, MesetaError) and not isinstance(error, StorageError)  # it would come again
-        useless = is_told or (isinstance(error, OSError) and is_full(error))
+        useless = is_told or (isinstance(error, OSError) and is_disk_full(error))
         if useless or not (staging.state or staging.is_complete):
             shutil.rmtree(staging.folder, ignore_errors=True)
         raise
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Make `folder` if need be and hold it against other processes; the lock ends with this one, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -148,12 +148,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check_free(out: Path, *, force: bool) -> None:
+def _check_replaceable(out: Path, *, force: bool) -> None:
     if not (out.exists() or out.is_symlink()):
         return
     if not force:
         raise MesetaError(f"prepare: {str(out)!r} exists; choose another --out, or --force to replace it")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / FILE_NAME).exists()):
+    if not out.is_dir() or (any(out.iterdir()) and not (out / DATASET_FILE).exists()):
         raise MesetaError(f"prepare: {str(out)!r} is not a prepared dataset, so --force does not replace it")
 
 
@@ -161,7 +161,7 @@ def _replace(out: Path, tmp: Path) -> None:
     if not out.exists():
         move(tmp, out)
         return
-    old = _replaced(out)
+    old = _replaced_path(out)
     move(out, old)
     move(tmp, out)
     shutil.rmtree(old)
@@ -169,8 +169,8 @@ def _replace(out: Path, tmp: Path) -> None:
 
 def _restore_replaced(out: Path) -> None:
     """Undo, or complete, a replacement that was cut off."""
-    old = _replaced(out)
-    if not ((old / FILE_NAME).exists() or (old.is_dir() and not any(old.iterdir()))):
+    old = _replaced_path(out)
+    if not ((old / DATASET_FILE).exists() or (old.is_dir() and not any(old.iterdir()))):
         return
     if out.exists():
         shutil.rmtree(old)
@@ -178,7 +178,7 @@ def _restore_replaced(out: Path) -> None:
         move(old, out)
 
 
-def _replaced(out: Path) -> Path:
+def _replaced_path(out: Path) -> Path:
     return out.with_name(out.name + ".old.tmp")
 
 

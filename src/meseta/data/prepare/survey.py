@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.data.formats.bad_rows import parse_good_rows
-from meseta.data.formats.format import Block, OnRows, Source, read_blocks
+from meseta.data.formats.format import Block, ScanProgress, Source, read_blocks
 from meseta.data.layout import RawLayout
 from meseta.data.order_statistics import count_numbers, order_statistics
 from meseta.data.prepare.splitting import NO_SPLIT, TRAIN, Splitter
 from meseta.data.raw_rows import RawRows
-from meseta.data.workers import in_order
+from meseta.data.workers import run_in_order
 from meseta.spec import MesetaError
 
 _CHUNK_ROWS = 1 << 20
 
-_Parsed = tuple[RawRows, NDArray[np.int8]]
+_ParsedPart = tuple[RawRows, NDArray[np.int8]]
 """Rows, and their splits as far as these are known."""
 
 
@@ -65,40 +65,40 @@ class Surveyor:
     """Folder for 8 bytes per row and column."""
     pool: ThreadPoolExecutor
     num_threads: int
-    on_rows: OnRows
-    skip_bad: bool
+    on_rows: ScanProgress
+    skip_bad_rows: bool
     """Whether rows that cannot be parsed are passed over; a column that is not read here can make them bad, too."""
 
     @property
-    def _seeks_time(self) -> bool:
+    def _needs_split_times(self) -> bool:
         """Whether a split is a share of the time whose first second is not known."""
         s = self.splitter
         shares = ((s.test_fraction, s.test_from), (s.valid_fraction, s.valid_from))
         return s.by == "time" and any(share > 0 and first is None for share, first in shares)
 
     @property
-    def _quantiles_wanted(self) -> dict[str, int]:
+    def _quantile_counts(self) -> dict[str, int]:
         """Column to its number of buckets."""
         cut = {c.buckets.column: c.buckets.num_quantiles for c in self.layout.sparse if c.buckets}
         return {column: number for column, number in cut.items() if number is not None}
 
     @property
-    def leaves_all_as_it_is(self) -> bool:
+    def is_unnecessary(self) -> bool:
         """Whether there is nothing to find."""
-        return not (self._quantiles_wanted or self._seeks_time)
+        return not (self._quantile_counts or self._needs_split_times)
 
     def survey(self) -> Survey:
         """Read the sources once, if anything is left open.
 
         Raises MesetaError where times are too equal to be parted, and for a column without a value in training.
         """
-        wanted = self._quantiles_wanted
-        if self.leaves_all_as_it_is:
+        wanted = self._quantile_counts
+        if self.is_unnecessary:
             return Survey(test_from=self.splitter.test_from, valid_from=self.splitter.valid_from)
-        self._read(self._reduced(list(wanted)))
-        splitter = self._with_times() if self._seeks_time else self.splitter
+        self._read(self._reduced_layout(list(wanted)))
+        splitter = self._resolve_split_times() if self._needs_split_times else self.splitter
         ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
-        train_until = min(ends) if self._seeks_time and ends else None
+        train_until = min(ends) if self._needs_split_times and ends else None
         boundaries = {
             column: self._quantiles(column, place, number, train_until)
             for place, (column, number) in enumerate(wanted.items())
@@ -107,7 +107,7 @@ class Surveyor:
             path.unlink(missing_ok=True)
         return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
 
-    def _reduced(self, columns: Sequence[str]) -> RawLayout:
+    def _reduced_layout(self, columns: Sequence[str]) -> RawLayout:
         """The layout of the columns that this pass reads."""
         several = self.layout.labels if len(self.layout.labels) > 1 else ()
         return RawLayout(
@@ -119,7 +119,7 @@ class Surveyor:
             number_format=self.layout.number_format,
             group=self.layout.group if self.splitter.by == "group" else None,
             time=self.layout.time if self.splitter.by == "time" else None,
-            surveyed=tuple(columns),
+            surveyed_columns=tuple(columns),
         )
 
     def _path(self, name: str | int) -> Path:
@@ -130,11 +130,11 @@ class Surveyor:
         total_bytes, done_bytes = sum(source.size_bytes for source in self.sources), dict.fromkeys(self.sources, 0)
         num_rows = 0
         with ExitStack() as stack:
-            files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed))]
+            files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed_columns))]
             times = stack.enter_context(self._path("time").open("wb"))
-            for block, parts in in_order(self.pool, self._jobs(layout), self.num_threads + 1):
+            for block, parts in run_in_order(self.pool, self._jobs(layout), self.num_threads + 1):
                 for rows, split in parts:
-                    for file, numbers in zip(files, rows.numbers, strict=True):
+                    for file, numbers in zip(files, rows.surveyed_values, strict=True):
                         numbers[split != TRAIN] = np.nan
                         numbers.tofile(file)
                     if rows.time is not None:  # those of files that go to one split as a whole do not count
@@ -145,18 +145,18 @@ class Surveyor:
                 done_bytes[block.source] = block.position_bytes
                 self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
 
-    def _jobs(self, layout: RawLayout) -> Iterator[Callable[[], tuple[Block, list[_Parsed]]]]:
-        whole = self.layout.with_boundaries(dict.fromkeys(self._quantiles_wanted, (0.0,)))
+    def _jobs(self, layout: RawLayout) -> Iterator[Callable[[], tuple[Block, list[_ParsedPart]]]]:
+        whole = self.layout.with_boundaries(dict.fromkeys(self._quantile_counts, (0.0,)))
 
-        def parse(block: Block, first_row: int) -> _Parsed:
+        def parse(block: Block, first_row: int) -> _ParsedPart:
             rows = block.source.format.parse(block, layout)
-            split = self.splitter.split_of(block, first_row, rows)
+            split = self.splitter.assign_splits(block, first_row, rows)
             if rows.labels:
-                split = np.where(rows.is_unlabelled, np.int8(NO_SPLIT), split)
+                split = np.where(rows.unlabeled_mask, np.int8(NO_SPLIT), split)
             return rows, split
 
-        def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
-            def parse_part(part: Block) -> _Parsed:
+        def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_ParsedPart]]:
+            def parse_part(part: Block) -> _ParsedPart:
                 part.source.format.parse(part, whole)
                 return parse(part, rows_before + part.first_row)
 
@@ -164,37 +164,37 @@ class Surveyor:
 
         first_row = 0
         for source in self.sources:
-            for block in read_blocks(source, self.layout.columns if self.skip_bad else layout.columns):
-                if self.skip_bad:
+            for block in read_blocks(source, self.layout.columns if self.skip_bad_rows else layout.columns):
+                if self.skip_bad_rows:
                     yield partial(parse_good, block, first_row - block.first_row)
                 else:
                     yield lambda block=block, row=first_row: (block, [parse(block, row)])  # type: ignore[misc]
                 first_row += block.num_rows
 
-    def _chunks(self, name: str | int) -> Iterator[NDArray[np.float64]]:
+    def _read_chunks(self, name: str | int) -> Iterator[NDArray[np.float64]]:
         with self._path(name).open("rb") as file:
             while (chunk := np.fromfile(file, np.float64, _CHUNK_ROWS)).size:
                 yield chunk
 
-    def _with_times(self) -> Splitter:
+    def _resolve_split_times(self) -> Splitter:
         """The splitter with the first seconds of both splits: test's last rows, and valid's just before them."""
         splitter = self.splitter
         if splitter.test_from is None:
-            splitter = replace(splitter, test_from=self._first_second("test", splitter.test_fraction, None))
+            splitter = replace(splitter, test_from=self._find_split_start("test", splitter.test_fraction, None))
         if splitter.valid_from is None:
-            valid_from = self._first_second("valid", splitter.valid_fraction, splitter.test_from)
+            valid_from = self._find_split_start("valid", splitter.valid_fraction, splitter.test_from)
             splitter = replace(splitter, valid_from=valid_from)
         splitter.check_order()
         return splitter
 
-    def _first_second(self, split: str, share: float, until: float | None) -> float | None:
+    def _find_split_start(self, split: str, share: float, until: float | None) -> float | None:
         """The first time of the last rows before `until`, which are at most this share of all rows; None for no row."""
 
         def times() -> Iterator[NDArray[np.float64]]:
-            for chunk in self._chunks("time"):
+            for chunk in self._read_chunks("time"):
                 yield chunk if until is None else np.where(chunk < until, chunk, np.nan)
 
-        num_rows, num_wanted = count_numbers(times), int(count_numbers(partial(self._chunks, "time")) * share)
+        num_rows, num_wanted = count_numbers(times), int(count_numbers(partial(self._read_chunks, "time")) * share)
         if not num_wanted:
             return None
         if num_wanted >= num_rows:
@@ -218,9 +218,9 @@ class Surveyor:
 
         def training() -> Iterator[NDArray[np.float64]]:
             if train_until is None:
-                yield from self._chunks(place)
+                yield from self._read_chunks(place)
                 return
-            for numbers, times in zip(self._chunks(place), self._chunks("time"), strict=True):
+            for numbers, times in zip(self._read_chunks(place), self._read_chunks("time"), strict=True):
                 yield np.where(times >= train_until, np.nan, numbers)
 
         count = count_numbers(training)

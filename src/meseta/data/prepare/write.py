@@ -17,17 +17,17 @@ from meseta.data.dataset.dataset import DataFile, Split
 from meseta.data.dataset.statistics import WINDOW_SAMPLES, WindowCounter
 from meseta.data.dataset.vocabulary import Vocabulary
 from meseta.data.layout import RawLayout
-from meseta.data.prepare.encode import as_lists
+from meseta.data.prepare.encode import to_list_array
 from meseta.data.prepare.spool import Spool
 
-PART_WINDOWS = 8
+NUM_PART_WINDOWS = 8
 """Windows of 65,536 rows in a part file: 524,288 rows."""
 ROW_GROUP_ROWS = 32_768
 """Rows of a Parquet row group, the unit that the reader shuffles."""
 
 
 @dataclass(frozen=True)
-class Finisher:
+class RowFinalizer:
     """Turns encoded rows into those of the dataset, each by itself."""
 
     layout: RawLayout
@@ -37,7 +37,7 @@ class Finisher:
     vocabularies: Mapping[str, Vocabulary]
     """Empty where ids are hashed."""
 
-    def finish(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def finalize(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Standardise the dense columns and look up vocabularies."""
         columns: dict[str, pa.Array] = {name: rows.column(name) for name in self.layout.sample_columns}
         for name, mean, std in zip(self.layout.dense, self.mean, self.std, strict=True):
@@ -46,11 +46,11 @@ class Finisher:
         for column in self.layout.sparse:
             array = rows.column(column.name)
             if column.name in self.vocabularies:
-                values, lengths = split_lists(array)
+                values, lengths = flatten_lists(array)
                 ids = self.vocabularies[column.name].lookup(values)
                 if self.vocabularies[column.name].num_embeddings <= 2**31:
                     ids = ids.astype(np.int32)
-                array = as_lists(pa.array(ids), lengths)
+                array = to_list_array(pa.array(ids), lengths)
             columns[column.name] = array
             if column.weighted:
                 columns[f"{column.name}.weight"] = rows.column(f"{column.name}.weight")
@@ -63,7 +63,7 @@ class SplitWriter:
 
     layout: RawLayout
     spool: Spool
-    finisher: Finisher
+    finalizer: RowFinalizer
     counters: Mapping[str, WindowCounter]
     """Where to count the ids of features; empty if nothing of the split is counted."""
     out: Path
@@ -80,11 +80,11 @@ class SplitWriter:
         (self.out / self.name).mkdir(exist_ok=True)
         if self.counters:
             list(pool.map(self._count_part, self.files))
-        starts = range(0, self.spool.num_windows, PART_WINDOWS)
+        starts = range(0, self.spool.num_windows, NUM_PART_WINDOWS)
         for file in pool.map(self._write_part, starts[len(self.files) :]):
             self.files.append(file)
             on_part()
-        return self.spool.split(self.files)
+        return self.spool.describe_split(self.files)
 
     def _count_part(self, file: DataFile) -> None:
         """Count a part that an earlier process has written."""
@@ -93,14 +93,14 @@ class SplitWriter:
             count_window(self.counters, table.slice(first, WINDOW_SAMPLES).to_batches())
 
     def _write_part(self, first: int) -> DataFile:
-        path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"
+        path = f"{self.name}/part-{first // NUM_PART_WINDOWS:05d}.parquet"
         num_rows = 0
         writer: pq.ParquetWriter | None = None
         try:
-            for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
-                batch = self.finisher.finish(window)
+            for window in self.spool.windows(first, min(first + NUM_PART_WINDOWS, self.spool.num_windows)):
+                batch = self.finalizer.finalize(window)
                 count_window(self.counters, [batch])
-                writer = writer or part_writer(self.out / path, batch.schema)
+                writer = writer or open_part_writer(self.out / path, batch.schema)
                 writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                 num_rows += batch.num_rows
                 self.on_rows(batch.num_rows)
@@ -115,16 +115,16 @@ def count_window(counters: Mapping[str, WindowCounter], batches: Sequence[pa.Rec
     num_rows = sum(batch.num_rows for batch in batches)
     assert num_rows <= WINDOW_SAMPLES
     for name, counter in counters.items():
-        ids = [split_lists(batch.column(name))[0] for batch in batches]
+        ids = [flatten_lists(batch.column(name))[0] for batch in batches]
         counter.add_window(ids[0] if len(ids) == 1 else np.concatenate(ids), num_rows)
 
 
-def part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def open_part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """For one file of a dataset."""
     return pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True)
 
 
-def split_lists(array: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+def flatten_lists(array: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
     """Values, one row after the other, and how many each row has; None: one each."""
     if not pa.types.is_list(array.type):
         return array.to_numpy(), None

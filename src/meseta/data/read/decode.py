@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.part_files import opened_part
+from meseta.data.dataset.part_files import open_part_or_raise
 from meseta.data.dataset.value_rules import check_types, check_values
-from meseta.data.read.options import Check, unchecked
-from meseta.data.read.rows import Rows, decode
-from meseta.data.read.selection import LeftOut, Selection
-from meseta.data.read.window_times import WindowTimes
+from meseta.data.read.options import CancellationCheck, never_cancelled
+from meseta.data.read.rows import Rows, decode_rows
+from meseta.data.read.selection import ExcludedRows, RowSelection
+from meseta.data.read.window_times import WindowTimer
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
@@ -32,7 +32,7 @@ class _RowGroup:
     """Number of the group in the file."""
     first_row: int
     """Rows of the file before it."""
-    first_row_of_split: int
+    first_split_row: int
     """Rows of the split before it."""
     num_rows: int
     """Rows of it that are read."""
@@ -45,38 +45,40 @@ class SplitFiles:
         self,
         dataset: Dataset,
         split: str,
-        selection: Selection,
-        counted: Mapping[int, int] | None = None,
-        check: Check = unchecked,
+        selection: RowSelection,
+        group_row_counts: Mapping[int, int] | None = None,
+        check_cancelled: CancellationCheck = never_cancelled,
     ) -> None:
         """Opens every file's footer, and reads the columns that the selection looks at, to count rows; unless others
-        have `counted` them: the rows that are read of each row group that has any, by its number in the split. `check`
-        is called before each row group is counted, and may raise to end that.
+        have `group_row_counts` them: the rows that are read of each row group that has any, by its number in the split.
+        `check_cancelled` is called before each row group is counted, and may raise to end that.
 
         Raises MesetaError for a file that is missing, damaged or not what dataset.json says.
         """
         files = dataset.split(split).files
         self._dataset = dataset
         self._selection = selection
-        self._paths = [dataset.place(file.path) for file in files]
+        self._paths = [dataset.resolve_file(file.path) for file in files]
         self._metadata = [
             _read_footer(path, file.num_rows, dataset) for path, file in zip(self._paths, files, strict=True)
         ]
-        self.left_out = LeftOut()
+        self.excluded_rows = ExcludedRows()
         """Rows of the split that the selection leaves out."""
         self._groups = list(_row_groups(self._metadata))
-        if counted is not None:
-            self._groups = [replace(g, num_rows=counted[g.number]) for g in self._groups if g.number in counted]
+        if group_row_counts is not None:
+            self._groups = [
+                replace(g, num_rows=group_row_counts[g.number]) for g in self._groups if g.number in group_row_counts
+            ]
         elif selection.columns:
-            self._groups = self._select(self._groups, check)
+            self._groups = self._select(self._groups, check_cancelled)
 
     @property
-    def counted(self) -> dict[int, int]:
+    def group_row_counts(self) -> dict[int, int]:
         """Rows that are read of each row group that has any, by its number in the split."""
         return {group.number: group.num_rows for group in self._groups}
 
     @property
-    def wide_features(self) -> list[str]:
+    def int64_features(self) -> list[str]:
         """Sparse features whose ids are int64 in some file, and not int32 as otherwise."""
         schemas = [metadata.schema.to_arrow_schema() for metadata in self._metadata]
         kinds = {f.name: [schema.field(f.name).type for schema in schemas] for f in self._dataset.sparse}
@@ -88,17 +90,24 @@ class SplitFiles:
         return [group.num_rows for group in self._groups]
 
     def read(
-        self, groups: Sequence[int], *, by_row: bool, times: WindowTimes | None = None, check: Check = unchecked
+        self,
+        groups: Sequence[int],
+        *,
+        by_row: bool,
+        times: WindowTimer | None = None,
+        check_cancelled: CancellationCheck = never_cancelled,
     ) -> Rows:
         """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. What that
-        takes is added to `times`. `check` is called before each row group. Raises MesetaError for a damaged file, and
-        what `check` raises."""
+        takes is added to `times`. `check_cancelled` is called before each row group. Raises MesetaError for a damaged
+        file, and what `check_cancelled` raises."""
         if times is None:
-            return self._read(groups, by_row, None, check)
-        with times.decoding():
-            return self._read(groups, by_row, times.add_storage, check)
+            return self._read(groups, by_row, None, check_cancelled)
+        with times.time_decoding():
+            return self._read(groups, by_row, times.add_storage, check_cancelled)
 
-    def _read(self, groups: Sequence[int], by_row: bool, on_read: Callable[[float], None] | None, check: Check) -> Rows:
+    def _read(
+        self, groups: Sequence[int], by_row: bool, on_read: Callable[[float], None] | None, check: CancellationCheck
+    ) -> Rows:
         tables = []
         columns = list(dict.fromkeys([*self._dataset.columns, *self._selection.columns]))
         for number in groups:
@@ -107,38 +116,39 @@ class SplitFiles:
             table = self._read_columns(group, columns, on_read)
             check_values(self._paths[group.file], group.first_row, table, self._dataset)
             if self._selection.columns:
-                mask, _ = self._selection.mask(table, group.first_row_of_split)
+                mask, _ = self._selection.mask(table, group.first_split_row)
                 table = table.filter(pa.array(mask))
             tables.append(table)
-        return decode(self._dataset, tables, by_row=by_row)
+        return decode_rows(self._dataset, tables, by_row=by_row)
 
     def _read_columns(
         self, group: _RowGroup, columns: list[str], on_read: Callable[[float], None] | None = None
     ) -> pa.Table:
         path = self._paths[group.file]
-        with opened_part(path, self._metadata[group.file], on_read) as file:
+        with open_part_or_raise(path, self._metadata[group.file], on_read) as file:
             return file.read_row_group(group.index, columns=columns)
 
-    def _select(self, groups: list[_RowGroup], check: Check) -> list[_RowGroup]:
+    def _select(self, groups: list[_RowGroup], check: CancellationCheck) -> list[_RowGroup]:
         """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
 
-        def count_of(group: _RowGroup) -> tuple[int, LeftOut]:
+        def count_of(group: _RowGroup) -> tuple[int, ExcludedRows]:
             check()
             table = self._read_columns(group, self._selection.columns)
-            mask, left_out = self._selection.mask(table, group.first_row_of_split)
+            mask, left_out = self._selection.mask(table, group.first_split_row)
             return int(mask.sum()), left_out
 
         with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
             counted = list(pool.map(count_of, groups))
-        self.left_out = LeftOut(
-            sum(left_out.by_filter for _, left_out in counted), sum(left_out.negatives for _, left_out in counted)
+        self.excluded_rows = ExcludedRows(
+            sum(left_out.num_filtered for _, left_out in counted),
+            sum(left_out.num_dropped_negatives for _, left_out in counted),
         )
         return [replace(group, num_rows=num) for group, (num, _) in zip(groups, counted, strict=True) if num]
 
 
 def _read_footer(path: Path, num_rows: int, dataset: Dataset) -> pq.FileMetaData:
     """The metadata of one file, checked against dataset.json."""
-    with opened_part(path) as file:
+    with open_part_or_raise(path) as file:
         metadata, schema = file.metadata, file.schema_arrow
     if metadata.num_rows != num_rows:
         raise MesetaError(

@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.part_files import opened_part
+from meseta.data.dataset.part_files import open_part_or_raise
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 
-BATCH_ROWS = 8192
+MAX_BATCH_ROWS = 8192
 """Rows decoded at a time."""
 
 
@@ -28,12 +28,12 @@ class KeyColumns:
         """Opens the footer of every file. Raises MesetaError for a column that a file lacks, or that has types without
         a common one, for a damaged file, and for a recipe."""
         if names:
-            dataset.check_files("a prediction with keys")
-        self._paths = [dataset.place(file.path) for file in dataset.split(split).files]
+            dataset.check_has_files("a prediction with keys")
+        self._paths = [dataset.resolve_file(file.path) for file in dataset.split(split).files]
         self._names = list(names)
         schemas = []
         for path in self._paths if names else []:
-            schema = _schema(path)
+            schema = _read_schema(path)
             for name in names:
                 if name not in schema.names:
                     error = UnknownColumnError(f"keys: {str(path)!r}", name, schema.names)
@@ -47,7 +47,7 @@ class KeyColumns:
             raise MesetaError(f"keys: {error}; leave that column out, or prepare the data again") from None
         self.schema = self.schema.remove_metadata()
         self._batches = self._read()
-        self._left: list[pa.RecordBatch] = []
+        self._remainder: list[pa.RecordBatch] = []
 
     def take(self, num_rows: int) -> pa.Table:
         """The next rows, with `schema`."""
@@ -57,20 +57,20 @@ class KeyColumns:
         while wanted > 0 and (batch := self._next()) is not None:
             parts.append(batch.slice(0, wanted))
             if batch.num_rows > wanted:
-                self._left.append(batch.slice(wanted))
+                self._remainder.append(batch.slice(wanted))
             wanted -= parts[-1].num_rows
         return pa.Table.from_batches(parts, self.schema)
 
     def _next(self) -> pa.RecordBatch | None:
-        return self._left.pop() if self._left else next(self._batches, None)
+        return self._remainder.pop() if self._remainder else next(self._batches, None)
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         for path in self._paths:
-            with opened_part(path) as file:
-                for batch in file.iter_batches(BATCH_ROWS, columns=self._names):
+            with open_part_or_raise(path) as file:
+                for batch in file.iter_batches(MAX_BATCH_ROWS, columns=self._names):
                     yield batch.select(self._names).cast(self.schema)
 
 
-def _schema(path: Path) -> pa.Schema:
-    with opened_part(path) as file:
+def _read_schema(path: Path) -> pa.Schema:
+    with open_part_or_raise(path) as file:
         return file.schema_arrow

@@ -11,9 +11,9 @@ import pyarrow as pa
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare.new_rows import NewRows
-from meseta.data.read.cut import slice_of
-from meseta.data.read.prefetch import Prefetch
-from meseta.data.read.rows import decode
+from meseta.data.read.prefetch import PrefetchIterator
+from meseta.data.read.rows import decode_rows
+from meseta.data.read.slicing import rank_range
 from meseta.data.read.tensors import to_batch
 from meseta.data.row_queue import RowQueue
 
@@ -42,9 +42,9 @@ class NewBatches:
         self._rank, self._num_ranks = rank, num_ranks
         self._keys: deque[pa.Table] = deque()
 
-    def epoch(self) -> Prefetch[Batch]:
+    def epoch(self) -> PrefetchIterator[Batch]:
         """This rank's slice of each global batch. Raises what `NewRows.read` raises."""
-        return Prefetch(self._batches(), self._prefetch_batches)
+        return PrefetchIterator(self._batches(), self._prefetch_batches)
 
     @property
     def schema(self) -> pa.Schema:
@@ -63,8 +63,8 @@ class NewBatches:
         for table, keys in self._global_batches():
             if keys is not None:
                 self._keys.append(keys)
-            start, stop = slice_of(self._rank, self._num_ranks, 0, table.num_rows)
-            yield to_batch(self.dataset, decode(self.dataset, [table]).take(slice(start, stop)))
+            start, stop = rank_range(self._rank, self._num_ranks, 0, table.num_rows)
+            yield to_batch(self.dataset, decode_rows(self.dataset, [table]).take(slice(start, stop)))
 
     def _global_batches(self) -> Iterator[tuple[pa.Table, pa.Table | None]]:
         """Encoded rows cut anew, and their keys likewise."""

@@ -9,11 +9,11 @@ from typing import Literal
 from meseta.spec import MesetaError
 
 LastBatch = Literal["keep", "drop", "pad"]
-Check = Callable[[], None]
+CancellationCheck = Callable[[], None]
 """Called between pieces of work. It raises if nobody waits for the result any more."""
 
 
-def unchecked() -> None:
+def never_cancelled() -> None:
     """Let work go on to its end."""
 
 
@@ -46,6 +46,6 @@ class ReaderOptions:
                 raise MesetaError(f"reader: {name} must be at least {least}, got {getattr(self, name)}")
 
     @property
-    def selects(self) -> bool:
+    def excludes_rows(self) -> bool:
         """Whether rows may be left out."""
         return self.filter is not None or self.negative_keep < 1

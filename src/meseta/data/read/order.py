@@ -10,10 +10,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.counter import permutation
+from meseta.data.counter_rng import permutation
 from meseta.data.read.options import ReaderOptions
 
-_GROUPS, _ROWS = 0, 1  # keys of the two kinds of permutation
+_GROUPS_KEY, _ROWS_KEY = 0, 1  # keys of the two kinds of permutation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,14 @@ class EpochOrder:
         """`group_rows`: rows of each row group; `shuffle_key`: (seed, epoch), or None for the order of the files."""
         groups = np.arange(len(group_rows))
         if shuffle_key is not None:
-            groups = permutation(len(group_rows), *shuffle_key, _GROUPS)
+            groups = permutation(len(group_rows), *shuffle_key, _GROUPS_KEY)
         rows = np.array(group_rows, np.int64)[groups]
         self._shuffle_key = shuffle_key
         self._windows = [groups[places].tolist() for places in group_into_windows(rows.tolist(), window_rows)]
         sizes = [sum(group_rows[group] for group in window) for window in self._windows]
         self._starts = list(accumulate(sizes, initial=0))
 
-    def find(self, row: int) -> int:
+    def find_window(self, row: int) -> int:
         """The window that holds a row of the epoch."""
         return bisect_right(self._starts, row) - 1
 
@@ -78,7 +78,7 @@ class EpochOrder:
     def window(self, index: int) -> Window:
         """Window `index`, with its permutation worked out."""
         start, stop = self.bounds(index)
-        rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS, index)
+        rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS_KEY, index)
         return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)
 
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Prefetch(Generic[T]):
+class PrefetchIterator(Generic[T]):
     """The same items in the same order; the thread makes them from now on, at most `num_ahead` of them waiting.
 
     With `num_ahead` 0 there is no thread, and each is made when it is asked for. An exception of `items` is raised
@@ -34,7 +34,7 @@ class Prefetch(Generic[T]):
             thread.start()
             self._thread = thread
 
-    def __iter__(self) -> Prefetch[T]:
+    def __iter__(self) -> PrefetchIterator[T]:
         return self
 
     def __next__(self) -> T:
@@ -46,7 +46,7 @@ class Prefetch(Generic[T]):
         if isinstance(made, list):
             return made.pop()
         self.close()
-        raise StopIteration if isinstance(made, _Exhausted) else made
+        raise StopIteration if isinstance(made, _EndOfItems) else made
 
     def close(self) -> None:
         """End the thread; what it has made is lost, and no item comes any more."""
@@ -65,11 +65,11 @@ class Prefetch(Generic[T]):
             self.close()
 
 
-class _Exhausted(Exception):
+class _EndOfItems(Exception):
     """Marks the end of the items."""
 
 
-def _boxed(item: T) -> list[T]:
+def _box(item: T) -> list[T]:
     """A list to take the item out of, so that the thread that made it does not hold it."""
     return [item]
 
@@ -77,10 +77,10 @@ def _boxed(item: T) -> list[T]:
 def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
     """Whoever sets `stopped` makes room afterwards, so that no put waits for ever."""
     try:
-        for made in map(_boxed, items):
+        for made in map(_box, items):
             ready.put(made)
             if stopped.is_set():
                 return
-        ready.put(_Exhausted())
+        ready.put(_EndOfItems())
     except BaseException as error:
         ready.put(error)

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
-from meseta.data.read.cut import EpochRows
+from meseta.data.read.batch_reader import BatchReader, WaitTracker, check_rank
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
-from meseta.data.read.selection import Selection
-from meseta.data.read.split import rows_of_split
+from meseta.data.read.selection import RowSelection
+from meseta.data.read.slicing import EpochRows
+from meseta.data.read.split import open_split_rows
 
 
 class Reader(BatchReader):
@@ -31,8 +31,10 @@ class Reader(BatchReader):
         """
         check_rank(rank, num_ranks)
         dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
-        selection = Selection(dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed)
-        self._files = rows_of_split(dataset, split, selection, shuffles=options.shuffle)
+        selection = RowSelection(
+            dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed
+        )
+        self._files = open_split_rows(dataset, split, selection, shuffle=options.shuffle)
         super().__init__(
             dataset,
             split,
@@ -40,10 +42,10 @@ class Reader(BatchReader):
             rank=rank,
             num_ranks=num_ranks,
             num_rows=sum(self._files.group_rows),
-            left_out=self._files.left_out,
+            excluded_rows=self._files.excluded_rows,
         )
 
-    def _rows(self, epoch: int, row: int, waits: Waits, num_epochs: int) -> EpochRows:
+    def _rows(self, epoch: int, row: int, waits: WaitTracker, num_epochs: int) -> EpochRows:
         order = epoch_order(self._files.group_rows, self.options, epoch)
         read = partial(self._files.read, by_row=self.options.shuffle)
-        return EpochRows(order, read, reads_ahead=self.options.prefetch_batches > 0)
+        return EpochRows(order, read, prefetch=self.options.prefetch_batches > 0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset, SparseFeature
 
-Index = NDArray[np.int64] | slice
+RowIndex = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class IdLists:
     weights: NDArray[np.float32] | None
     """One per id [nnz], or None."""
 
-    def take(self, index: Index) -> IdLists:
+    def take(self, index: RowIndex) -> IdLists:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         lengths = self.lengths[index]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.lengths.size)
-            chosen: Index = slice(int(offsets[start]), int(offsets[max(start, stop)]))
+            chosen: RowIndex = slice(int(offsets[start]), int(offsets[max(start, stop)]))
         else:
             # Position within the output, minus the output start of its bag, plus the input start of its bag.
             ends = np.cumsum(lengths)
@@ -50,7 +50,7 @@ class Rows:
     """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none, or the sample lacks it."""
     dense: NDArray[np.float32]
     """[n, num_dense]."""
-    single: NDArray[Any]
+    single_ids: NDArray[Any]
     """Ids of the single-valued features [num_single, n], int32 or int64, in any order in memory."""
     bags: tuple[IdLists, ...]
     """The multi-valued features, in order."""
@@ -59,12 +59,12 @@ class Rows:
     group: NDArray[np.int64] | None = None
     """Keys of their groups [n], or None."""
 
-    def take(self, index: Index) -> Rows:
+    def take(self, index: RowIndex) -> Rows:
         """The rows at `index`; views where it is a slice."""
         if isinstance(index, slice):
-            dense, single = self.dense[index], self.single[:, index]
+            dense, single = self.dense[index], self.single_ids[:, index]
         else:
-            dense, single = self.dense.take(index, axis=0), self.single.T.take(index, axis=0).T
+            dense, single = self.dense.take(index, axis=0), self.single_ids.T.take(index, axis=0).T
         return Rows(
             self.label[index],
             dense,
@@ -79,14 +79,14 @@ class Rows:
         return Rows(
             self.label.copy(),
             self.dense.copy(),
-            self.single.copy(),
+            self.single_ids.copy(),
             tuple(bags.copy() for bags in self.bags),
             None if self.weight is None else self.weight.copy(),
             None if self.group is None else self.group.copy(),
         )
 
 
-def decode(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False) -> Rows:
+def decode_rows(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False) -> Rows:
     """Columns of one or more row groups, one after the other. With `by_row` the ids of a row lie side by side, which is
     dearer to write and much cheaper to gather from.
     """
@@ -106,38 +106,38 @@ def decode(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False
         for place, feature in enumerate(singles):
             single[place, start:stop] = table.column(feature.name).to_numpy()
         start = stop
-    labels = [_column(tables, name, np.float32) for name in dataset.label_columns]
+    labels = [_read_column(tables, name, np.float32) for name in dataset.label_columns]
     labels = labels or [np.full(num_rows, np.nan, np.float32) for _ in dataset.labels]
     return Rows(
         labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
         dense,
         single,
-        tuple(_bags(tables, feature) for feature in dataset.sparse if feature.multi_valued),
-        None if dataset.weight is None else _column(tables, dataset.weight, np.float32),
-        None if dataset.group is None else _column(tables, dataset.group, np.int64),
+        tuple(_read_bags(tables, feature) for feature in dataset.sparse if feature.multi_valued),
+        None if dataset.weight is None else _read_column(tables, dataset.weight, np.float32),
+        None if dataset.group is None else _read_column(tables, dataset.group, np.int64),
     )
 
 
-def concatenate(parts: Sequence[Rows]) -> Rows:
+def concatenate_rows(parts: Sequence[Rows]) -> Rows:
     """Rows of several parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
     return Rows(
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.dense for part in parts]),
-        np.concatenate([part.single for part in parts], axis=1),
-        tuple(_join(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
+        np.concatenate([part.single_ids for part in parts], axis=1),
+        tuple(_join_bags(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
         _join_present([part.weight for part in parts]),
         _join_present([part.group for part in parts]),
     )
 
 
-def _column(tables: Sequence[pa.Table], name: str, dtype: type[Any]) -> NDArray[Any]:
+def _read_column(tables: Sequence[pa.Table], name: str, dtype: type[Any]) -> NDArray[Any]:
     parts = [table.column(name).to_numpy().astype(dtype, copy=False) for table in tables]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _bags(tables: Sequence[pa.Table], feature: SparseFeature) -> IdLists:
+def _read_bags(tables: Sequence[pa.Table], feature: SparseFeature) -> IdLists:
     def flat(name: str) -> NDArray[Any]:
         return np.concatenate([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks])
 
@@ -151,7 +151,7 @@ def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     return np.concatenate(present) if present else None
 
 
-def _join(parts: Sequence[IdLists]) -> IdLists:
+def _join_bags(parts: Sequence[IdLists]) -> IdLists:
     weights = [part.weights for part in parts if part.weights is not None]
     return IdLists(
         np.concatenate([part.lengths for part in parts]),

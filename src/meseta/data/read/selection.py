@@ -9,24 +9,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.counter import random_words
+from meseta.data.counter_rng import random_words
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.row_filter import RowFilter
 from meseta.spec import MesetaError
 
-_NEGATIVES = 2  # key of these draws beside those of the order of rows
+_NEGATIVES_KEY = 2  # key of these draws beside those of the order of rows
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedRows:
     """Rows of a split that are not read."""
 
-    by_filter: int = 0
-    negatives: int = 0
+    num_filtered: int = 0
+    num_dropped_negatives: int = 0
     """Negatives that were not drawn, among the rows that the filter leaves."""
 
 
-class Selection:
+class RowSelection:
     """The rule by which rows are chosen, a function of their values, their number in the split and the seed."""
 
     def __init__(self, dataset: Dataset, *, condition: str | None, negative_keep: float, seed: int) -> None:
@@ -50,16 +50,16 @@ class Selection:
         decisive = [] if self._filter is None else list(self._filter.columns)
         return list(dict.fromkeys([*decisive, *([] if self._label is None else [self._label])]))
 
-    def mask(self, table: pa.Table, first_row: int) -> tuple[NDArray[np.bool_], LeftOut]:
+    def mask(self, table: pa.Table, first_row: int) -> tuple[NDArray[np.bool_], ExcludedRows]:
         """Which rows of a table are read [n]; its first row is row `first_row` of the split."""
         kept = np.ones(table.num_rows, bool) if self._filter is None else self._filter(table)
         by_filter = int(kept.size - kept.sum())
         if self._label is None:
-            return kept, LeftOut(by_filter)
+            return kept, ExcludedRows(by_filter)
         numbers = np.arange(first_row, first_row + table.num_rows)
-        drawn = random_words(numbers, self._seed, _NEGATIVES) < self._limit
+        drawn = random_words(numbers, self._seed, _NEGATIVES_KEY) < self._limit
         chosen = kept & (drawn | (table.column(self._label).to_numpy() != 0))
-        return chosen, LeftOut(by_filter, int(kept.sum() - chosen.sum()))
+        return chosen, ExcludedRows(by_filter, int(kept.sum() - chosen.sum()))
 
 
 def calibration_shift(negative_keep: float) -> float:

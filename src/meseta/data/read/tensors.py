@@ -22,9 +22,9 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
     """
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
-        is_taken_over = rows.single.flags.owndata and rows.single.flags.c_contiguous
-        values = rows.single.astype(np.int64, order="C", copy=not is_taken_over).reshape(-1)
-        sparse = KeyedJaggedTensor.of_single_ids(keys, torch.from_numpy(values))
+        is_taken_over = rows.single_ids.flags.owndata and rows.single_ids.flags.c_contiguous
+        values = rows.single_ids.astype(np.int64, order="C", copy=not is_taken_over).reshape(-1)
+        sparse = KeyedJaggedTensor.from_single_ids(keys, torch.from_numpy(values))
     else:
         values, lengths, weights = _interleave(dataset, rows)
         sparse = KeyedJaggedTensor(
@@ -39,16 +39,16 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
         known = ~np.isnan(label)
         label = np.where(known, label, np.float32(0))
     return Batch(
-        dense=_own(rows.dense),
+        dense=_owned_tensor(rows.dense),
         sparse=sparse,
-        label=_own(label),
+        label=_owned_tensor(label),
         label_mask=None if known is None else torch.from_numpy(known),
-        weight=None if rows.weight is None else _own(rows.weight),
-        group=None if rows.group is None else _own(rows.group),
+        weight=None if rows.weight is None else _owned_tensor(rows.weight),
+        group=None if rows.group is None else _owned_tensor(rows.group),
     )
 
 
-def pad(batch: Batch, batch_size: int) -> Batch:
+def pad_batch(batch: Batch, batch_size: int) -> Batch:
     """The batch, filled up to `batch_size` samples that have weight 0, no ids, zeros for all else."""
     more = batch_size - batch.batch_size
     sparse, num_keys = batch.sparse, len(batch.sparse.keys)
@@ -63,15 +63,15 @@ def pad(batch: Batch, batch_size: int) -> Batch:
             weights=sparse.weights,
             batch_sizes=(batch_size,) * num_keys,
         ),
-        label=_padded(batch.label, more),
-        label_mask=None if batch.label_mask is None else _padded(batch.label_mask, more),
+        label=_pad_labels(batch.label, more),
+        label_mask=None if batch.label_mask is None else _pad_labels(batch.label_mask, more),
         weight=functional.pad(weight, (0, more)),
         group=None if batch.group is None else functional.pad(batch.group, (0, more)),
         num_padding=more,
     )
 
 
-def _padded(labels: Tensor, more: int) -> Tensor:
+def _pad_labels(labels: Tensor, more: int) -> Tensor:
     """Labels [B] or [B, T], or their mask, with `more` samples of zeros."""
     return functional.pad(labels, (*(0, 0) * (labels.dim() - 1), 0, more))
 
@@ -80,7 +80,7 @@ def _interleave(
     dataset: Dataset, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
     """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
-    singles, bags = iter(rows.single), iter(rows.bags)
+    singles, bags = iter(rows.single_ids), iter(rows.bags)
     ones = np.ones(len(rows.label), np.int64)
     parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]
     weights = None
@@ -92,5 +92,5 @@ def _interleave(
     return values, np.concatenate([part.lengths for part in parts]), weights
 
 
-def _own(array: NDArray[Any]) -> Tensor:
+def _owned_tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array if array.flags.owndata and array.flags.writeable else np.array(array))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class WindowTimes:
+class WindowTimer:
     """Seconds on the clock, filled by whoever makes the rows; together they are all that it took."""
 
     storage_s: float = 0.0
@@ -24,7 +24,7 @@ class WindowTimes:
         """Of all that was done."""
         return self.storage_s + self.decode_s + self.transform_s
 
-    def add_making(self, seconds: float, read_share: float) -> None:
+    def add_transform(self, seconds: float, read_share: float) -> None:
         """Rows were made of raw ones, on several threads that waited for bytes in this share of their time."""
         self.storage_s += seconds * read_share
         self.transform_s += seconds * (1.0 - read_share)
@@ -34,7 +34,7 @@ class WindowTimes:
         self.storage_s += seconds
 
     @contextmanager
-    def decoding(self) -> Iterator[None]:
+    def time_decoding(self) -> Iterator[None]:
         """What is done inside, but for waiting for bytes, is decoding."""
         begin_s, storage_s = time.perf_counter(), self.storage_s
         yield

@@ -25,22 +25,22 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.formats.format import FilePosition
-from meseta.data.recipe.recipe import WAY_OUT, IndexFile, Recipe
-from meseta.errors import one_line
-from meseta.machine.files import inside, read_bounded
+from meseta.data.recipe.recipe import REMAKE_REMEDY, IndexFile, Recipe
+from meseta.errors import error_summary
+from meseta.machine.files import read_bounded, resolve_inside
 from meseta.spec import MesetaError
 
 BLOCK_COLUMNS = ("source", "row", "line", "offset", "num_rows", "num_bytes")
 """Before one for each split."""
 GROUP_COLUMNS = ("split", "block", "row", "line", "offset")
-_MOST_BYTES = 1 << 32
+_MAX_BYTES = 1 << 32
 """Of one of the files, which may tell of petabytes."""
 
 Columns = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RowRange:
     """Consecutive rows of a file that lie in one block."""
 
     source: int
@@ -72,34 +72,34 @@ class SourceIndex:
         num_rows, size = self.num_rows(split), self._group_rows
         return [min(size, num_rows - first) for first in range(0, num_rows, size)]
 
-    def stretches(self, split: str, group: int) -> list[Stretch]:
+    def row_ranges(self, split: str, group: int) -> list[RowRange]:
         """Where the rows of a row group lie, in order; rows of other splits are among them."""
-        first, last = self._start(split, group), self._start(split, group + 1)
+        first, last = self._group_start(split, group), self._group_start(split, group + 1)
         stretches = []
         for block in range(first[0], last[0] + 1):
-            start = first[1] if block == first[0] else self._begin(block)
-            stop = last[1] if block == last[0] else self._end(block)
+            start = first[1] if block == first[0] else self._block_start(block)
+            stop = last[1] if block == last[0] else self._block_end(block)
             if self._blocks[split][block] and (start.row, start.offset) != (stop.row, stop.offset):
                 source = int(self._blocks["source"][block])
                 before = int(self._rows_before[source])
-                stretches.append(Stretch(source=source, start=start, stop=stop, first_global_row=before + start.row))
+                stretches.append(RowRange(source=source, start=start, stop=stop, first_global_row=before + start.row))
         return stretches
 
-    def _start(self, split: str, group: int) -> tuple[int, FilePosition]:
+    def _group_start(self, split: str, group: int) -> tuple[int, FilePosition]:
         """The block of a group's first row, and where that begins; behind the last group, the end of all blocks."""
         if group * self._group_rows >= self.num_rows(split):
             last = self._blocks["source"].size - 1
-            return last, self._end(last)
+            return last, self._block_end(last)
         place = self._first_group[split] + group
         row, line, offset = (int(self._groups[name][place]) for name in ("row", "line", "offset"))
         return int(self._groups["block"][place]), FilePosition(row=row, line=line, offset=offset)
 
-    def _begin(self, block: int) -> FilePosition:
+    def _block_start(self, block: int) -> FilePosition:
         row, line, offset = (int(self._blocks[name][block]) for name in ("row", "line", "offset"))
         return FilePosition(row=row, line=line, offset=offset)
 
-    def _end(self, block: int) -> FilePosition:
-        begin = self._begin(block)
+    def _block_end(self, block: int) -> FilePosition:
+        begin = self._block_start(block)
         num_rows, num_bytes = (int(self._blocks[name][block]) for name in ("num_rows", "num_bytes"))
         return FilePosition(row=begin.row + num_rows, line=begin.line + num_rows, offset=begin.offset + num_bytes)
 
@@ -107,33 +107,33 @@ class SourceIndex:
     def load(recipe: Recipe, dataset: Dataset) -> SourceIndex:
         """Read the files of a recipe. Raises MesetaError for one that is missing, or not what the recipe speaks of."""
         block_columns = (*BLOCK_COLUMNS, *recipe.splits)
-        blocks = _read(dataset, recipe.blocks, block_columns)
-        groups = _read(dataset, recipe.groups, GROUP_COLUMNS)
+        blocks = _read_columns(dataset, recipe.blocks, block_columns)
+        groups = _read_columns(dataset, recipe.groups, GROUP_COLUMNS)
         rows = {name: split.num_rows for name, split in dataset.splits.items()}
-        if fault := _fault(blocks, groups, recipe, rows):
+        if fault := _invalid_index_reason(blocks, groups, recipe, rows):
             where = f"index {str(dataset.dir / recipe.groups.path)!r}"
-            raise MesetaError(f"{where} cannot be that of these files: {fault}; {WAY_OUT}")
+            raise MesetaError(f"{where} cannot be that of these files: {fault}; {REMAKE_REMEDY}")
         return SourceIndex(blocks, groups, recipe.splits, recipe.group_rows)
 
 
-def _read(dataset: Dataset, file: IndexFile, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+def _read_columns(dataset: Dataset, file: IndexFile, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """The columns of one file."""
     where = f"index {str(dataset.dir / file.path)!r}"
     try:
-        content = read_bounded(inside(dataset.dir, file.path), _MOST_BYTES)
+        content = read_bounded(resolve_inside(dataset.dir, file.path), _MAX_BYTES)
         if sha256(content).hexdigest() != file.sha256:
-            raise MesetaError(f"{where} is not the one that the recipe was written with; {WAY_OUT}")
+            raise MesetaError(f"{where} is not the one that the recipe was written with; {REMAKE_REMEDY}")
         table = pq.read_table(pa.BufferReader(content))
         if table.schema.names != list(names) or any(kind != pa.int64() for kind in table.schema.types):
-            raise MesetaError(f"{where} has other columns than {', '.join(names)}; {WAY_OUT}")
+            raise MesetaError(f"{where} has other columns than {', '.join(names)}; {REMAKE_REMEDY}")
         if any(column.null_count for column in table.columns):
-            raise MesetaError(f"{where} has values missing; {WAY_OUT}")
+            raise MesetaError(f"{where} has values missing; {REMAKE_REMEDY}")
     except (pa.ArrowException, OSError) as error:
-        raise MesetaError(f"{where} cannot be read ({one_line(error)}); {WAY_OUT}") from None
+        raise MesetaError(f"{where} cannot be read ({error_summary(error)}); {REMAKE_REMEDY}") from None
     return {name: table.column(name).to_numpy() for name in names}
 
 
-def _fault(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
+def _invalid_index_reason(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
     """What no index can be; None where nothing is."""
     source, number = blocks["source"], blocks["source"].size
     numbers = [*blocks.values(), *groups.values()]
@@ -150,10 +150,10 @@ def _fault(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, 
         return "its row groups do not go through the splits in order"
     if (groups["block"] >= number).any():
         return "a row group begins in no block"
-    return _fault_of_groups(blocks, groups, recipe, rows)
+    return _invalid_groups_reason(blocks, groups, recipe, rows)
 
 
-def _fault_of_groups(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
+def _invalid_groups_reason(blocks: Columns, groups: Columns, recipe: Recipe, rows: Mapping[str, int]) -> str | None:
     for place, split in enumerate(recipe.splits):
         mine = {name: column[groups["split"] == place] for name, column in groups.items()}
         until = np.cumsum(blocks[split])

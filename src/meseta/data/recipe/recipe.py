@@ -14,29 +14,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from meseta.data.dataset.dataset import SPLITS, Count, Dataset, Delimiter, InnerPath, Record, SourceSplit
+from meseta.data.dataset.dataset import SPLITS, Count, Dataset, Delimiter, FrozenRecord, InnerPath, SourceSplit
 from meseta.data.dataset.statistics import WINDOW_SAMPLES
 from meseta.data.formats.encodings import UTF_8, check_encoding
 from meseta.data.formats.format import Source
-from meseta.data.formats.registry import format_of
-from meseta.errors import shown
-from meseta.machine.files import inside, parse_json, read_bounded
+from meseta.data.formats.registry import find_format
+from meseta.errors import format_value
+from meseta.machine.files import parse_json, read_bounded, resolve_inside
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
-FORMAT: Literal["meseta.recipe/1"] = "meseta.recipe/1"
-RECIPE_NAME = "recipe.json"
-WAY_OUT = "make it anew with `meseta prepare --recipe-only`"
+RECIPE_FORMAT: Literal["meseta.recipe/1"] = "meseta.recipe/1"
+RECIPE_FILE = "recipe.json"
+REMAKE_REMEDY = "make it anew with `meseta prepare --recipe-only`"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def _check_split(name: str) -> str:
     if name not in SPLITS:
-        raise ValueError(f"{shown(name)} is no split")
+        raise ValueError(f"{format_value(name)} is no split")
     return name
 
 
-class RecipeSource(Record):
+class RecipeSource(FrozenRecord):
     """One raw file as it was when the recipe was made."""
 
     path: str
@@ -61,7 +61,7 @@ class RecipeSource(Record):
     """Whether rows in its middle can be read without those before them."""
 
 
-class IndexFile(Record):
+class IndexFile(FrozenRecord):
     """A Parquet file of the index."""
 
     path: InnerPath
@@ -70,10 +70,10 @@ class IndexFile(Record):
     """Of its bytes."""
 
 
-class Recipe(Record):
+class Recipe(FrozenRecord):
     """The files of a dataset whose rows are made as they are read."""
 
-    format: Literal["meseta.recipe/1"] = FORMAT
+    format: Literal["meseta.recipe/1"] = RECIPE_FORMAT
     sources: tuple[RecipeSource, ...] = Field(min_length=1)
     """In the order in which their rows come."""
     skips_bad_rows: bool
@@ -87,10 +87,10 @@ class Recipe(Record):
     groups: IndexFile
     """Where the row groups of the splits begin."""
 
-    def sources_of(self, dataset: Dataset) -> tuple[Source, ...]:
+    def to_sources(self, dataset: Dataset) -> tuple[Source, ...]:
         """The files as the formats want them."""
         assert dataset.source_form is not None
-        raw_format = format_of(dataset.source_form.kind)
+        raw_format = find_format(dataset.source_form.kind)
         return tuple(
             Source(
                 path=source.path,
@@ -110,30 +110,30 @@ class Recipe(Record):
     def save(self, folder: Path) -> str:
         """Write `folder`/recipe.json; returns what dataset.json has to say of it."""
         content = (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
-        (folder / RECIPE_NAME).write_bytes(content)
+        (folder / RECIPE_FILE).write_bytes(content)
         return sha256(content).hexdigest()
 
     @staticmethod
     def load(dataset: Dataset) -> Recipe:
         """That of a dataset. Raises MesetaError where it is missing, or not the one that dataset.json speaks of."""
-        where = f"recipe {str(dataset.dir / RECIPE_NAME)!r}"
+        where = f"recipe {str(dataset.dir / RECIPE_FILE)!r}"
         try:
-            content = read_bounded(inside(dataset.dir, RECIPE_NAME))
+            content = read_bounded(resolve_inside(dataset.dir, RECIPE_FILE))
         except OSError as error:
-            raise MesetaError(f"{where} cannot be read ({error.strerror}); {WAY_OUT}") from None
+            raise MesetaError(f"{where} cannot be read ({error.strerror}); {REMAKE_REMEDY}") from None
         if sha256(content).hexdigest() != dataset.recipe:
-            raise MesetaError(f"{where} is not the one that dataset.json was written with; {WAY_OUT}")
+            raise MesetaError(f"{where} is not the one that dataset.json was written with; {REMAKE_REMEDY}")
         try:
             document: Any = parse_json(content)
             recipe = Recipe.model_validate_json(json.dumps(document), strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            raise MesetaError(f"{where}: {shown(key)}: {problem['msg']}; {WAY_OUT}") from None
+            raise MesetaError(f"{where}: {format_value(key)}: {problem['msg']}; {REMAKE_REMEDY}") from None
         except ValueError as error:
-            raise MesetaError(f"{where} is not JSON: {error}; {WAY_OUT}") from None
+            raise MesetaError(f"{where} is not JSON: {error}; {REMAKE_REMEDY}") from None
         if dataset.source_form is None or set(recipe.splits) != set(dataset.splits):
-            raise MesetaError(f"{where} tells of other splits than dataset.json; {WAY_OUT}")
+            raise MesetaError(f"{where} tells of other splits than dataset.json; {REMAKE_REMEDY}")
         return recipe
 
 
@@ -150,7 +150,7 @@ def recipe_sources(sources: Sequence[Source]) -> tuple[RecipeSource, ...]:
             is_typed=source.is_typed,
             encoding=source.encoding,
             partition=dict(source.partition),
-            can_enter=source.format.can_enter(source),
+            can_enter=source.format.is_seekable(source),
         )
         for source in sources
     )

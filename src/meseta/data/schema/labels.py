@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import LabelRule
 from meseta.data.layout import RawLayout
-from meseta.data.schema.guess import MISSING, number_of
-from meseta.errors import doubled
+from meseta.data.schema.infer import MISSING_TEXTS, parse_number
+from meseta.errors import duplicates
 from meseta.spec import MesetaError
 
 COMPARISONS: Mapping[str, Callable[[NDArray[np.float64], float], NDArray[np.bool_]]] = {
@@ -25,7 +25,7 @@ COMPARISONS: Mapping[str, Callable[[NDArray[np.float64], float], NDArray[np.bool
     "<": np.less,
 }
 """Operators of a condition."""
-_CONDITION = re.compile(r"(?P<left>.+?)\s*(?P<operator>[<>=!]=|[<>])\s*(?P<threshold>[^<>=!]+)", re.DOTALL)
+_CONDITION_PATTERN = re.compile(r"(?P<left>.+?)\s*(?P<operator>[<>=!]=|[<>])\s*(?P<threshold>[^<>=!]+)", re.DOTALL)
 
 
 def resolve_labels(
@@ -39,9 +39,9 @@ def resolve_labels(
     Raises MesetaError, beginning with `where`, if a condition names no column or no finite number, or if two labels
     have one name.
     """
-    rules = {entry: rule for entry in entries if entry not in names and (rule := _condition(where, entry, names))}
+    rules = {entry: rule for entry in entries if entry not in names and (rule := _parse_condition(where, entry, names))}
     labels = [rules[entry].name if entry in rules else entry for entry in entries]
-    if twice := sorted(doubled(labels)):
+    if twice := sorted(duplicates(labels)):
         raise MesetaError(f"{where}: two labels are called {twice[0]!r}; name one, as in 'NAME=COLUMN >= NUMBER'")
     return tuple(labels), tuple(rules.values())
 
@@ -55,14 +55,14 @@ def raw_label_columns(where: str, entries: Sequence[str], names: Sequence[str]) 
 
 def is_condition(entry: str) -> bool:
     """Whether an entry that is no name of a column is read as a condition."""
-    return _CONDITION.fullmatch(entry.strip()) is not None
+    return _CONDITION_PATTERN.fullmatch(entry.strip()) is not None
 
 
-def _condition(where: str, entry: str, names: Sequence[str]) -> LabelRule | None:
-    match = _CONDITION.fullmatch(entry.strip())
+def _parse_condition(where: str, entry: str, names: Sequence[str]) -> LabelRule | None:
+    match = _CONDITION_PATTERN.fullmatch(entry.strip())
     if match is None:
         return None
-    operator, threshold = cast(Any, match["operator"]), number_of(match["threshold"].strip())
+    operator, threshold = cast(Any, match["operator"]), parse_number(match["threshold"].strip())
     if threshold is None or not np.isfinite(threshold):
         raise MesetaError(
             f"{where}: label {entry!r} compares with {match['threshold'].strip()!r}, which is not a finite number; "
@@ -77,7 +77,7 @@ def _condition(where: str, entry: str, names: Sequence[str]) -> LabelRule | None
     return rule if name else rule.model_copy(update={"name": rule.condition})
 
 
-def with_signed_labels(layout: RawLayout, sample: Mapping[str, Sequence[str]]) -> RawLayout:
+def add_signed_labels(layout: RawLayout, sample: Mapping[str, Sequence[str]]) -> RawLayout:
     """Return `layout` with a rule for each label without one whose sampled values are -1 and 1 alone.
 
     Args:
@@ -85,15 +85,15 @@ def with_signed_labels(layout: RawLayout, sample: Mapping[str, Sequence[str]]) -
         sample: values of the labels' columns in a sample of the rows, as text.
     """
     rules, reasons = list(layout.label_rules), dict(layout.reasons)
-    for name in layout.plain_labels:
-        numbers = {number_of(text.strip()) for text in set(sample.get(name, ())) if text not in MISSING}
+    for name in layout.labels_without_rule:
+        numbers = {parse_number(text.strip()) for text in set(sample.get(name, ())) if text not in MISSING_TEXTS}
         if -1.0 in numbers and numbers <= {-1.0, 1.0}:
             rules.append(LabelRule(name=name, column=name, is_signed=True))
             reasons[name] = "-1 and 1: -1 counts as 0"
     return replace(layout, label_rules=tuple(rules), reasons=reasons)
 
 
-def label_values(rule: LabelRule, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], str]:
+def apply_label_rule(rule: LabelRule, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], str]:
     """Return (labels [n], requirement): 0 or 1 per value, NaN where a value breaks the requirement or is missing."""
     if rule.is_signed:
         is_good = (values == 1) | (values == -1)

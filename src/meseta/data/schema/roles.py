@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from meseta.data.schema.guess import Guess, Role, has_negative, only_one_each
+from meseta.data.schema.infer import ColumnRole, Role, has_negative, keep_one_per_role
 from meseta.data.schema.labels import is_condition
 from meseta.data.schema.schema import Schema
 from meseta.errors import UnknownColumnError
@@ -42,7 +42,7 @@ class NamedColumns:
         ]
         return tuple(dict.fromkeys(chosen))
 
-    def roles(self, where: str, names: Sequence[str]) -> dict[str, Guess]:
+    def roles(self, where: str, names: Sequence[str]) -> dict[str, ColumnRole]:
         """Those of `names` that are named -> their role.
 
         A name goes before a pattern, and a pattern of features before one of `ignore`. Raises MesetaError, naming
@@ -66,7 +66,7 @@ class NamedColumns:
         chosen = {
             name: by_name.get(name) or by_pattern[name] for name in names if name in by_name or name in by_pattern
         }
-        return {name: _role(roles) for name, roles in chosen.items()}
+        return {name: _merge_roles(roles) for name, roles in chosen.items()}
 
 
 def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str]) -> list[str]:
@@ -81,16 +81,18 @@ _ROLES: dict[str, Role] = {"dense": "dense", "sparse": "categorical", "time": "t
 """Options that name columns -> roles; the first that names a column counts."""
 
 
-def _role(roles: set[str]) -> Guess:
+def _merge_roles(roles: set[str]) -> ColumnRole:
     if {"dense", "sparse"} <= roles:
-        return Guess("both", "a category and a measurement, as --sparse and --dense say", is_named=True)
+        return ColumnRole("both", "a category and a measurement, as --sparse and --dense say", is_named=True)
     option = next(option for option in _ROLES if option in roles)
-    return Guess(_ROLES[option], f"as --{option} says", is_named=True)
+    return ColumnRole(_ROLES[option], f"as --{option} says", is_named=True)
 
 
-def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], columns: Mapping[str, Sequence[str]]) -> Schema:
+def schema_from_roles(
+    labels: Sequence[str], guesses: Mapping[str, ColumnRole], columns: Mapping[str, Sequence[str]]
+) -> Schema:
     """Return the schema of the guessed roles. `columns` holds sampled values of columns, as text."""
-    guesses = only_one_each(guesses)
+    guesses = keep_one_per_role(guesses)
     dense = [name for name, guess in guesses.items() if guess.role in ("dense", "both")]
     single = {guess.role: name for name, guess in guesses.items() if guess.role in ("weight", "group", "time")}
     # Not validated: roles are disjoint, and names that a file has twice are told with the file.
@@ -106,12 +108,12 @@ def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], columns: Mapp
     )
 
 
-def other_times_of(guesses: Mapping[str, Guess]) -> tuple[str, ...]:
+def other_times_of(guesses: Mapping[str, ColumnRole]) -> tuple[str, ...]:
     """The columns of times that are ignored."""
-    guesses = only_one_each(guesses)
+    guesses = keep_one_per_role(guesses)
     return tuple(name for name, guess in guesses.items() if guess.role == "ignore" and guess.is_time)
 
 
-def reasons_of(guesses: Mapping[str, Guess]) -> dict[str, str]:
+def role_reasons(guesses: Mapping[str, ColumnRole]) -> dict[str, str]:
     """Column -> why it was taken for what it is."""
-    return {name: guess.reason for name, guess in only_one_each(guesses).items()}
+    return {name: guess.reason for name, guess in keep_one_per_role(guesses).items()}

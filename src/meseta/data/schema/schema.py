@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.data.delimiter import MAX_DELIMITER, delimiter_problem
+from meseta.data.delimiter import MAX_DELIMITER_LENGTH, invalid_delimiter_reason
 from meseta.data.layout import (
     MAX_BUCKETS,
     NO_CATEGORY,
@@ -23,9 +23,9 @@ from meseta.data.layout import (
 )
 from meseta.data.number_format import NumberFormat
 from meseta.data.schema.labels import resolve_labels
-from meseta.errors import UnknownColumnError, doubled
+from meseta.errors import UnknownColumnError, duplicates
 from meseta.machine.yaml_text import parse_yaml
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, suggest
 from meseta.spec.documents import read_mapping
 
 
@@ -68,7 +68,7 @@ class Schema(BaseModel):
     """New categorical feature to the columns whose values are joined to its value."""
     ignore: list[str] = []
     """Columns that are not read; a column that the file does not name is not read either."""
-    delimiter: str | None = Field(default=None, min_length=1, max_length=MAX_DELIMITER)
+    delimiter: str | None = Field(default=None, min_length=1, max_length=MAX_DELIMITER_LENGTH)
     """Text: the delimiter of the fields; without it, the first lines tell it. Of several characters: without quotes."""
     encoding: str | None = None
     """Text: its encoding, as Python names it; None: UTF-16 by its byte order mark, else UTF-8."""
@@ -111,9 +111,9 @@ class Schema(BaseModel):
             problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
             key = ".".join(map(str, problem["loc"][:2]))
             if problem["type"] == "extra_forbidden":
-                raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, list(Schema.model_fields))}") from None
+                raise MesetaError(f"{where}: unknown key {key!r}; {suggest(key, list(Schema.model_fields))}") from None
             raise MesetaError(f"{where}: key {key!r}: {problem['msg'].lower()}") from None
-        broken = _problem(schema)
+        broken = _invalid_schema_reason(schema)
         if broken:
             raise MesetaError(f"{where}: {broken}")
         return schema
@@ -130,22 +130,22 @@ class Schema(BaseModel):
         return (*(SparseColumn(name=f"{buckets.column}.bucket", buckets=buckets) for buckets in cut), *crosses)
 
 
-def _problem(schema: Schema) -> str | None:
+def _invalid_schema_reason(schema: Schema) -> str | None:
     """Which rule the keys break together, or None."""
     if bool(schema.labels) == (schema.label is not None):
         both = "both are given" if schema.labels else "field required, or 'labels' for several"
         return f"key 'label': {both}; give one of 'label' and 'labels'"
-    if problem := _problem_of_dense(schema):
+    if problem := _invalid_dense_reason(schema):
         return problem
     features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
     samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
     roles = [*samples, *dict.fromkeys([*features, *schema.buckets]), *schema.ignore]
     categorical = {*schema.categorical}
     roles += [schema.group] if schema.group and schema.group not in categorical else []
-    twice = sorted(doubled(roles))
+    twice = sorted(duplicates(roles))
     if twice:
         return f"column {twice[0]!r} is named twice; give it one role"
-    if problem := _problem_of_whole_numbers(schema):
+    if problem := _invalid_whole_numbers_reason(schema):
         return problem
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
@@ -157,7 +157,7 @@ def _problem(schema: Schema) -> str | None:
             return (
                 f"key 'multi_valued.{name}': {separator!r} must be one character, no quote, line end or sign of weights"
             )
-    if schema.delimiter is not None and (problem := delimiter_problem(schema.delimiter)):
+    if schema.delimiter is not None and (problem := invalid_delimiter_reason(schema.delimiter)):
         return f"key 'delimiter': {schema.delimiter!r} {problem}"
     try:
         _ = schema.number_format
@@ -165,12 +165,12 @@ def _problem(schema: Schema) -> str | None:
         return f"key {error}"
     if len(schema.header) == 1 or not all(schema.header):
         return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
-    return _problem_of_buckets(schema) or _problem_of_crosses(schema)
+    return _invalid_buckets_reason(schema) or _invalid_crosses_reason(schema)
 
 
-def _problem_of_dense(schema: Schema) -> str | None:
+def _invalid_dense_reason(schema: Schema) -> str | None:
     for key in ("dense", "categorical", "signed", "whole_numbers"):
-        if twice := sorted(doubled(getattr(schema, key))):
+        if twice := sorted(duplicates(getattr(schema, key))):
             return f"key {key!r}: column {twice[0]!r} is named twice"
     dense = {*schema.dense}
     for name in schema.signed:
@@ -182,7 +182,7 @@ def _problem_of_dense(schema: Schema) -> str | None:
     return None
 
 
-def _problem_of_whole_numbers(schema: Schema) -> str | None:
+def _invalid_whole_numbers_reason(schema: Schema) -> str | None:
     crossed = {name for names in schema.crosses.values() for name in names} - {*schema.buckets}
     values = crossed | {*schema.categorical, schema.group}
     for name in schema.whole_numbers:
@@ -191,7 +191,7 @@ def _problem_of_whole_numbers(schema: Schema) -> str | None:
     return None
 
 
-def _problem_of_buckets(schema: Schema) -> str | None:
+def _invalid_buckets_reason(schema: Schema) -> str | None:
     categorical = {*schema.categorical}
     for name, how in schema.buckets.items():
         if name in categorical:
@@ -209,7 +209,7 @@ def _problem_of_buckets(schema: Schema) -> str | None:
     return None
 
 
-def _problem_of_crosses(schema: Schema) -> str | None:
+def _invalid_crosses_reason(schema: Schema) -> str | None:
     closed = {*schema.label_names, schema.weight, schema.time, *schema.ignore}
     numbers = {*schema.dense} - {*schema.buckets, *schema.categorical}
     for name, columns in schema.crosses.items():
@@ -225,7 +225,7 @@ def _problem_of_crosses(schema: Schema) -> str | None:
     return None
 
 
-def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
+def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
     """Return the layout of files with the columns `names` that a schema describes.
 
     `plain` are the features that its categorical columns make. Raises MesetaError, beginning with `where`, for a column
@@ -252,26 +252,27 @@ def layout_of(where: str, schema: Schema, plain: Iterable[SparseColumn], names: 
     )
 
 
-def schema_text(layout: RawLayout) -> str:
+def format_schema(layout: RawLayout) -> str:
     """The schema file that says what `layout` says, with the reasons as comments."""
     reasons = layout.reasons
     entries = {
-        name: _scalar(name if (rule := layout.label_rule(name)) is None else rule.entry) for name in layout.labels
+        name: _format_scalar(name if (rule := layout.label_rule(name)) is None else rule.entry)
+        for name in layout.labels
     }
     if len(entries) == 1:
-        lines = [_line(f"label: {entry}", reasons.get(name)) for name, entry in entries.items()]
+        lines = [_format_line(f"label: {entry}", reasons.get(name)) for name, entry in entries.items()]
     else:
-        lines = ["labels:", *(_line(f"  - {entry}", reasons.get(name)) for name, entry in entries.items())]
+        lines = ["labels:", *(_format_line(f"  - {entry}", reasons.get(name)) for name, entry in entries.items())]
     for key in ("weight", "group", "time"):
         name = getattr(layout, key)
-        lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]
-    plain = [column for column in layout.values if not column.cross]
+        lines += [] if name is None else [_format_line(f"{key}: {_format_scalar(name)}", reasons.get(name))]
+    plain = [column for column in layout.encoded_features if not column.cross]
     dense = {*layout.dense}
-    both = {column.raw: column.name for column in plain if column.raw in dense}
+    both = {column.raw_column: column.name for column in plain if column.raw_column in dense}
     lists = {
         "dense": layout.dense,
         "signed": layout.signed,
-        "categorical": tuple(column.raw for column in plain),
+        "categorical": tuple(column.raw_column for column in plain),
         "whole_numbers": layout.whole_numbers,
         "ignore": tuple(name for name in layout.ignored if name),
     }
@@ -279,8 +280,8 @@ def schema_text(layout: RawLayout) -> str:
     pairs: dict[str, dict[str, str | None]] = {
         "multi_valued": {column.name: column.separator for column in plain},
         "weights": weights,
-        "buckets": {c.buckets.column: _cut(c.buckets) for c in layout.sparse if c.buckets},
-        "crosses": {c.name: f"[{', '.join(map(_scalar, c.cross))}]" for c in layout.sparse if c.cross},
+        "buckets": {c.buckets.column: _format_boundaries(c.buckets) for c in layout.sparse if c.buckets},
+        "crosses": {c.name: f"[{', '.join(map(_format_scalar, c.cross))}]" for c in layout.sparse if c.cross},
     }
     for key, names in lists.items():
         lines += [f"{key}:"] if names else []
@@ -288,38 +289,40 @@ def schema_text(layout: RawLayout) -> str:
             reason = None if key in ("signed", "whole_numbers") else reasons.get(name)
             if key == "categorical" and name in both:
                 reason = f"under dense too; this feature is called {both[name]}"
-            lines.append(_line(f"  - {_scalar(name)}", reason))
+            lines.append(_format_line(f"  - {_format_scalar(name)}", reason))
         if key == "categorical":
-            lines += _mappings(pairs)
+            lines += _mapping_lines(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
-    lines += [] if layout.number_format is None else layout.number_format.keys
+    lines += [] if layout.number_format is None else layout.number_format.schema_lines
     lines += [] if layout.encoding in (None, "utf-8") else [f"encoding: {layout.encoding}"]
-    lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
+    lines += [f"header: [{', '.join(map(_format_scalar, layout.header))}]"] if layout.header else []
     return "\n".join(lines) + "\n"
 
 
-def _mappings(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
+def _mapping_lines(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
     """Lines of the keys that hold mappings, without what is None."""
     lines = []
     for key, values in pairs.items():
         given = {name: value for name, value in values.items() if value is not None}
         lines += [f"{key}:"] if given else []
         for name, value in given.items():
-            lines.append(f"  {_scalar(name)}: {value if key in ('buckets', 'crosses') else _scalar(value)}")
+            lines.append(
+                f"  {_format_scalar(name)}: {value if key in ('buckets', 'crosses') else _format_scalar(value)}"
+            )
     return lines
 
 
-def _cut(buckets: BucketRule) -> str:
+def _format_boundaries(buckets: BucketRule) -> str:
     if buckets.num_quantiles is not None:
         return str(buckets.num_quantiles)
     return f"[{', '.join(f'{boundary:.17g}' for boundary in buckets.boundaries)}]"
 
 
-def _line(text: str, reason: str | None) -> str:
+def _format_line(text: str, reason: str | None) -> str:
     return f"{text:<30}  # {reason}" if reason else text
 
 
-def _scalar(name: str) -> str:
+def _format_scalar(name: str) -> str:
     """A name as YAML reads it back: plain where that is safe, else quoted as in JSON, which YAML understands."""
     plain = re.fullmatch(r"[^\W\d][\w. -]*\w|[^\W\d]", name) is not None and parse_yaml(name) == name
     return name if plain else json.dumps(name, ensure_ascii=False)

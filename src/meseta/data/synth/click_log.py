@@ -26,13 +26,13 @@ from meseta.data.synth.columns import (
     CARDINALITIES,
     CHUNK_ROWS,
     MAX_COUNT,
-    NO_COUNT,
+    MISSING_COUNT,
     NUM_DENSE,
     NUM_SPARSE,
     draw_categories,
     draw_counts,
-    ids_of,
     split_draw,
+    to_ids,
 )
 from meseta.data.synth.teacher import CLICK_RATE, PROBABILITIES, Tally, Teacher
 from meseta.data.synth.worlds import SynthWorld, find_world
@@ -49,7 +49,7 @@ class LogRows:
     label: NDArray[np.int8]
     """[n] 0 or 1."""
     dense: NDArray[np.int32]
-    """[13, n] counts; NO_COUNT where missing."""
+    """[13, n] counts; MISSING_COUNT where missing."""
     ids: NDArray[np.int64]
     """[26, n] popularity ranks, 0 the most frequent; -1 where missing."""
     bins: NDArray[np.int32]
@@ -89,7 +89,7 @@ class ClickLog:
             raise MesetaError(f"data synth: strength must lie in 0..1, got {self.strength}; 1 is all that is planted")
 
     @cached_property
-    def law(self) -> SynthWorld:
+    def synth_world(self) -> SynthWorld:
         """The world, by its name."""
         return find_world(self.world)
 
@@ -102,7 +102,7 @@ class ClickLog:
     def teacher(self) -> Teacher:
         """Calibrated on rows that are never written."""
         dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
-        return Teacher(self.seed, self.law, self.strength, self.cardinalities, dense, ids)
+        return Teacher(self.seed, self.synth_world, self.strength, self.cardinalities, dense, ids)
 
     def chunk(self, index: int) -> LogRows:
         """Rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
@@ -122,7 +122,7 @@ class ClickLog:
         dense = draw_counts(stream)
         categories, missing = draw_categories(stream)
         uniform, _ = split_draw(stream.random_raw(CHUNK_ROWS), 0.0)
-        ids = ids_of(self.law.couple(categories, stream), missing, self.cardinalities)
+        ids = to_ids(self.synth_world.correlate(categories, stream), missing, self.cardinalities)
         return dense, ids, uniform
 
 
@@ -150,7 +150,7 @@ def encode_tsv(rows: LogRows) -> bytes:
     text[:, -4] = ord("\n")
     for j, column in enumerate(rows.dense):
         slots = counts[np.maximum(column, -1) + 1]
-        slots[column == NO_COUNT] = ord("\t")
+        slots[column == MISSING_COUNT] = ord("\t")
         words[:, 1 + 2 * j : 3 + 2 * j] = slots.view(np.uint32).reshape(-1, 2)
     for f, column in enumerate(rows.ids):
         codes = category_codes(f, column)
@@ -203,10 +203,10 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
     """
     out = options.out
     try:
-        with _whole_log(out, force=options.force):
+        with _remove_log_on_error(out, force=options.force):
             total = Tally.empty()
             files = {}
-            for k, pieces in itertools.groupby(_pieces(options), key=lambda piece: piece[0]):
+            for k, pieces in itertools.groupby(_split_into_files(options), key=lambda piece: piece[0]):
                 name = options.file_names[k]
                 tally = _write_file(options, name, (rows for _, rows in pieces), on_rows)
                 files[name] = tally.summary()
@@ -223,12 +223,12 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
                 "cardinalities": list(log.cardinalities),
                 "planted": [
                     {"features": [f"cat_{feature}" for feature in product.features], "sign": product.sign}
-                    for product in log.law.planted
+                    for product in log.synth_world.planted
                 ],
-                "latent_dim": log.law.latent_dim,
+                "latent_dim": log.synth_world.latent_dim,
                 "target_click_rate": CLICK_RATE,
             }
-            with _whole_file(out / _TEACHER) as file:
+            with _atomic_file(out / _TEACHER_FILE) as file:
                 file.write(json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
         raise MesetaError(
@@ -237,15 +237,15 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
     return document
 
 
-_TEACHER = "teacher.json"
-_OWN_NAME = re.compile(r"\.?(teacher\.json|day_\d+\.(tsv(\.gz)?|probability\.parquet))(\.tmp)?")
+_TEACHER_FILE = "teacher.json"
+_LOG_FILE_PATTERN = re.compile(r"\.?(teacher\.json|day_\d+\.(tsv(\.gz)?|probability\.parquet))(\.tmp)?")
 
 
 @contextmanager
-def _whole_log(out: Path, *, force: bool) -> Iterator[None]:
+def _remove_log_on_error(out: Path, *, force: bool) -> Iterator[None]:
     """Where the system refuses to write, nothing stays of what was written."""
     is_new = not out.exists()
-    _clear(out, force=force)
+    _prepare_folder(out, force=force)
     try:
         yield
     except OSError:
@@ -256,7 +256,7 @@ def _whole_log(out: Path, *, force: bool) -> Iterator[None]:
         raise
 
 
-def _clear(out: Path, *, force: bool) -> None:
+def _prepare_folder(out: Path, *, force: bool) -> None:
     """Make `out`, or with `force` take the files of an earlier log out of it, teacher.json first."""
     if out.exists() and not out.is_dir():
         raise MesetaError(f"data synth: {str(out)!r} is not a directory; choose another --out")
@@ -270,13 +270,13 @@ def _clear(out: Path, *, force: bool) -> None:
 
 
 def _remove_log(out: Path) -> None:
-    (out / _TEACHER).unlink(missing_ok=True)
+    (out / _TEACHER_FILE).unlink(missing_ok=True)
     for path in list(out.iterdir()):
-        if _OWN_NAME.fullmatch(path.name):
+        if _LOG_FILE_PATTERN.fullmatch(path.name):
             path.unlink()
 
 
-def _pieces(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
+def _split_into_files(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
     """(file, rows) in order, cut where a file or a chunk ends."""
     bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
     file = 0
@@ -295,7 +295,7 @@ def _write_file(
 ) -> Tally:
     tally = Tally.empty()
     with ExitStack() as stack:
-        file = stack.enter_context(_whole_file(options.out / name))
+        file = stack.enter_context(_atomic_file(options.out / name))
         write: Callable[[bytes], object] = file.write
         if options.gzip:
             # No name and no time in the header: the same log gives the same bytes.
@@ -304,7 +304,7 @@ def _write_file(
         if options.probabilities:
             path = options.out / f"{name.partition('.')[0]}.probability.parquet"
             schema = pa.schema({"label": pa.int8(), "probability": pa.float64()})
-            sidecar = stack.enter_context(pq.ParquetWriter(stack.enter_context(_whole_file(path)), schema))
+            sidecar = stack.enter_context(pq.ParquetWriter(stack.enter_context(_atomic_file(path)), schema))
         for rows in pieces:
             write(encode_tsv(rows))
             tally.add(rows.bins, rows.label)
@@ -318,7 +318,7 @@ def _write_file(
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
+def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name when it is whole, and leaves nothing behind on any error or interrupt."""
     tmp = path.with_name(f".{path.name}.tmp")
     try:

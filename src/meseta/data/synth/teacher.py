@@ -25,7 +25,7 @@ CLICK_RATE = 0.25
 HEAD_IDS = 20.0
 """The effect of the id of popularity rank r shrinks as 1 / (1 + r / HEAD_IDS): what is seen rarely matters little."""
 
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def sigmoid(logit: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -37,9 +37,9 @@ PROBABILITIES: NDArray[np.float64] = sigmoid((np.arange(NUM_BINS) - NUM_BINS // 
 """[NUM_BINS] true click probability of each logit bin."""
 
 
-def mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A well mixed 64-bit hash of each key: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = keys + np.uint64(_GOLDEN)
+    x = keys + np.uint64(_GOLDEN_GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -65,9 +65,11 @@ class Teacher:
         """Calibrate on `dense` [num_dense, n] and `ids` [num_sparse, n] (popularity ranks; -1: missing)."""
         self.world = world
         num_sparse, num_dense = len(ids), len(dense)
-        self._keys = mix(np.arange(num_sparse, dtype=np.uint64) + np.uint64(seed) * np.uint64(1_000_003))
-        coefficients = _hashed_uniforms(mix(np.arange(num_dense, dtype=np.uint64) ^ np.uint64(~seed & (2**64 - 1))))
-        self._linear, self._curved = coefficients[0], coefficients[1]
+        self._keys = splitmix64(np.arange(num_sparse, dtype=np.uint64) + np.uint64(seed) * np.uint64(1_000_003))
+        coefficients = _hashed_uniforms(
+            splitmix64(np.arange(num_dense, dtype=np.uint64) ^ np.uint64(~seed & (2**64 - 1)))
+        )
+        self._linear, self._quadratic = coefficients[0], coefficients[1]
         self._dense_mean = np.zeros(num_dense, np.float32)
         self._dense_scale = np.ones(num_dense, np.float32)
         for j in range(num_dense):
@@ -82,17 +84,17 @@ class Teacher:
             variance[1:] = variance[1:].mean()  # one scale for the whole latent vector
             self._offsets[f] = raw.mean(axis=1)
             self._scales[f] = 1.0 / np.sqrt(np.maximum(variance, 1e-4))
-        if world.centred_by_law:
+        if world.is_centered_by_distribution:
             for f in world.planted_features:
-                self._centre_by_law(f, cardinalities[f])
+                self._center_by_distribution(f, cardinalities[f])
         parts = self._parts(dense, ids)
-        self._gains = [std / max(float(part.std()), 1e-6) for std, part in zip(_STDS, parts, strict=True)]
+        self._gains = [std / max(float(part.std()), 1e-6) for std, part in zip(_PART_STDS, parts, strict=True)]
         self._gains[-1] *= strength
         self._means = [float(part.mean()) for part in parts]
         self.bias = 0.0
         self.bias = _solve_bias(self._logits(dense, ids), CLICK_RATE)
 
-    def _centre_by_law(self, feature: int, cardinality: int) -> None:
+    def _center_by_distribution(self, feature: int, cardinality: int) -> None:
         """Mean 0 and variance 1 for the latents of a feature, over all of its ids by their probabilities."""
         every_id, probabilities = id_probabilities(feature, cardinality)
         latents = self._effects(feature, every_id)[1:].astype(np.float64)
@@ -119,7 +121,7 @@ class Teacher:
             for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)
         ]
         dense_part = np.zeros(dense.shape[1], np.float32)
-        for x, linear, curved in zip(standard, self._linear, self._curved, strict=True):
+        for x, linear, curved in zip(standard, self._linear, self._quadratic, strict=True):
             dense_part += x * (linear + np.float32(0.5) * curved * x)
         for a, b in DENSE_PRODUCTS:
             dense_part += standard[a] * standard[b]
@@ -134,14 +136,14 @@ class Teacher:
 
     def _effects(self, feature: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[1 + latent_dim, n] main effect and latent vector of each id, before centring; -1 is an id like any other."""
-        hashed = mix(ids.view(np.uint64) * np.uint64(_GOLDEN) + self._keys[feature])
+        hashed = splitmix64(ids.view(np.uint64) * np.uint64(_GOLDEN_GAMMA) + self._keys[feature])
         size = np.float32(1.0) / (np.float32(1.0) + np.maximum(ids, 0).astype(np.float32) / np.float32(HEAD_IDS))
         effects = _hashed_uniforms(hashed)[: 1 + self.world.latent_dim]
         effects *= size
         return effects
 
 
-_STDS = (DENSE_STD, MAIN_STD, PLANTED_STD)
+_PART_STDS = (DENSE_STD, MAIN_STD, PLANTED_STD)
 
 
 def _hashed_uniforms(hashed: NDArray[np.uint64]) -> NDArray[np.float32]:

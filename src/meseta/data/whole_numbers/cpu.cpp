@@ -51,7 +51,7 @@ inline bool are_digits(const uint8_t* p, int64_t num_bytes) {
 
 // Whether it is the usual spelling of a number of up to 18 digits, as most values are. False for some that are, such as
 // negative ones and the last bytes before `limit`, up to which bytes can be read.
-inline bool is_usual(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
+inline bool is_canonical(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
   const int64_t num_bytes = end - p;
   if (uint64_t(num_bytes - 1) >= 18 || (*p == '0' && num_bytes > 1)) return false;
   if (num_bytes <= 8) return limit - p >= 8 && are_digits(p, num_bytes);
@@ -102,7 +102,7 @@ inline bool read_exponent(const uint8_t* p, const uint8_t* end, int64_t& exponen
 }
 
 Text read_text(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
-  if (is_usual(p, end, limit)) return {Kind::kUnchanged};
+  if (is_canonical(p, end, limit)) return {Kind::kUnchanged};
   const uint8_t* const begin = p;
   const int64_t num_bytes = end - p;
   while (p != end && is_space(*p)) ++p;
@@ -141,7 +141,7 @@ Text read_text(const uint8_t* p, const uint8_t* end, const uint8_t* limit) {
 }
 
 template <typename Offset>
-std::pair<const uint8_t*, const uint8_t*> bounds_of(Array<const uint8_t>& data, Array<const Offset>& offsets, size_t i) {
+std::pair<const uint8_t*, const uint8_t*> checked_bounds(Array<const uint8_t>& data, Array<const Offset>& offsets, size_t i) {
   const int64_t start = offsets.data()[i], stop = offsets.data()[i + 1], size = data.shape(0);
   if (start < 0 || stop < start || stop > size) {
     throw std::invalid_argument("whole_numbers: string " + std::to_string(i) + " spans bytes " + std::to_string(start) +
@@ -155,7 +155,7 @@ std::pair<int64_t, int64_t> scan(Array<const uint8_t> data, Array<const Offset> 
   int64_t num_respelled = 0, num_others = 0;
   nb::gil_scoped_release release;
   for (size_t i = 0; i + 1 < offsets.shape(0); ++i) {
-    const auto [start, stop] = bounds_of(data, offsets, i);
+    const auto [start, stop] = checked_bounds(data, offsets, i);
     const Kind kind = read_text(start, stop, data.data() + data.shape(0)).kind;
     num_respelled += kind == Kind::kRespelled;
     num_others += kind == Kind::kOther;
@@ -174,7 +174,7 @@ int64_t respell(Array<const uint8_t> data, Array<const Offset> offsets, Array<ui
   nb::gil_scoped_release release;
   out_offsets.data()[0] = 0;
   for (size_t i = 0; i + 1 < offsets.shape(0); ++i) {
-    const auto [start, stop] = bounds_of(data, offsets, i);
+    const auto [start, stop] = checked_bounds(data, offsets, i);
     const Text text = read_text(start, stop, data.data() + data.shape(0));
     const int64_t num_bytes = text.kind == Kind::kRespelled ? kMaxDigits + 1 : stop - start;
     if (end - p < num_bytes) throw std::invalid_argument("whole_numbers: the output has too few bytes");

@@ -13,10 +13,10 @@ _MAX_DIGITS = 20
 
 def respell_whole_numbers(strings: Sequence[bytes]) -> list[bytes]:
     """Return n strings, each of which that spells a whole number of 64 bits as its sign and digits alone."""
-    return [_respelled(string) for string in strings]
+    return [_respell(string) for string in strings]
 
 
-def _respelled(string: bytes) -> bytes:
+def _respell(string: bytes) -> bytes:
     text = string.strip()
     match = _NUMBER.fullmatch(text)
     if match is None or (len(match[1]) > 1 and match[1].startswith(b"0")):

@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meseta.machine.waits.checked_memory import field_text, text_field, unpack_checked, with_checksum
+from meseta.machine.waits.checked_memory import append_checksum, decode_text, encode_text, unpack_checked
 
 _LAYOUT = struct.Struct("<qqq48s172s")
 _SLOT_BYTES = 256
 _NUM_SLOTS = 10
-TABLE_BYTES = _NUM_SLOTS * _SLOT_BYTES
+ACTIVITY_TABLE_BYTES = _NUM_SLOTS * _SLOT_BYTES
 
 
 class Activity(NamedTuple):
     """One entry of the table."""
 
-    thread: int
+    thread_id: int
     """Native id of the thread that began it."""
-    worker: int
+    worker_thread_id: int
     """Native id of the thread whose progress is the activity's."""
     since_ns: int
     """Begin, on CLOCK_MONOTONIC."""
@@ -39,8 +39,8 @@ class ActivityTable:
     """Thread-safe table of the current activities of one process. Activities beyond its 10 slots are not recorded."""
 
     def __init__(self) -> None:
-        self._memory: bytearray | memoryview = bytearray(TABLE_BYTES)
-        self._free = list(range(_NUM_SLOTS))
+        self._memory: bytearray | memoryview = bytearray(ACTIVITY_TABLE_BYTES)
+        self._free_slots = list(range(_NUM_SLOTS))
         self._lock = threading.Lock()
 
     def move_to(self, memory: memoryview) -> None:
@@ -54,23 +54,23 @@ class ActivityTable:
         return bytes(self._memory)
 
     @contextmanager
-    def entry(self, name: str, target: str, worker: int | None) -> Iterator[None]:
+    def record(self, name: str, target: str, worker: int | None) -> Iterator[None]:
         """Context manager that records an activity of the calling thread."""
         thread = threading.get_native_id()
         record = _LAYOUT.pack(
-            thread, thread if worker is None else worker, time.monotonic_ns(), text_field(name, 48),
-            text_field(target, 172),
+            thread, thread if worker is None else worker, time.monotonic_ns(), encode_text(name, 48),
+            encode_text(target, 172),
         )  # fmt: skip
         with self._lock:
-            slot = self._free.pop() if self._free else None
-            self._write(slot, with_checksum(record))
+            slot = self._free_slots.pop() if self._free_slots else None
+            self._write(slot, append_checksum(record))
         try:
             yield
         finally:
             with self._lock:
                 self._write(slot, bytes(_SLOT_BYTES))
                 if slot is not None:
-                    self._free.append(slot)
+                    self._free_slots.append(slot)
 
     def _write(self, slot: int | None, record: bytes) -> None:
         if slot is not None:
@@ -78,26 +78,26 @@ class ActivityTable:
             self._memory[at : at + len(record)] = record
 
 
-this_process = ActivityTable()
+current_activities = ActivityTable()
 
 
 @contextmanager
-def activity(name: str) -> Iterator[None]:
+def track_activity(name: str) -> Iterator[None]:
     """Context manager that names what this process does, as 'saving step 40', in reports of stalls."""
-    with this_process.entry(name, "", None):
+    with current_activities.record(name, "", None):
         yield
 
 
 @contextmanager
-def waiting_for(target: str, name: str, worker: int | None = None) -> Iterator[None]:
+def track_request(target: str, name: str, worker: int | None = None) -> Iterator[None]:
     """Context manager around one request to `target`, as the 'upload' to a URL. `worker` is the native id of the thread
     that transfers its bytes; None: the calling thread."""
-    with this_process.entry(name, target, worker):
+    with current_activities.record(name, target, worker):
         yield
 
 
 def read_activities(content: bytes) -> list[Activity]:
     """Return the activities in a copy of a table, oldest first."""
     entries = (unpack_checked(content, slot * _SLOT_BYTES, _LAYOUT) for slot in range(_NUM_SLOTS))
-    found = [Activity(*entry[:3], *map(field_text, entry[3:])) for entry in entries if entry is not None]
+    found = [Activity(*entry[:3], *map(decode_text, entry[3:])) for entry in entries if entry is not None]
     return sorted(found, key=lambda one: one.since_ns)

@@ -8,12 +8,12 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.machine.process_state import ProcessState, state_of
+from meseta.machine.process_state import ProcessState, read_process_state
 
 _PROC = Path("/proc")
 _MAX_PATH_BYTES = 4096
 _STANDARD_STREAMS = (0, 1, 2)
-_FDS = {
+_FD_CALL_NUMBERS = {
     "x86_64": {
         "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "pread": 17, "pwrite": 18, "readv": 19, "writev": 20,
         "fsync": 74, "fdatasync": 75, "ftruncate": 77, "fstatfs": 138, "getdents": 217, "sync_file_range": 277,
@@ -28,7 +28,7 @@ _FDS = {
     },
 }  # fmt: skip
 """Numbers of the calls whose first argument is a descriptor, by architecture."""
-_PATHS = {
+_PATH_CALL_NUMBERS = {
     "x86_64": {
         "open": 2, "stat": 4, "lstat": 6, "access": 21, "truncate": 76, "rename": 82, "mkdir": 83, "rmdir": 84,
         "unlink": 87, "readlink": 89, "statfs": 137,
@@ -36,7 +36,7 @@ _PATHS = {
     "aarch64": {"statfs": 43, "truncate": 45},
 }  # fmt: skip
 """Numbers of the calls whose first argument is a path."""
-_PATHS_AT = {
+_PATH_AT_CALL_NUMBERS = {
     "x86_64": {
         "open": 257, "mkdir": 258, "stat": 262, "unlink": 263, "rename": 264, "link": 265, "readlink": 267,
         "access": 269, "utimens": 280, "renameat2": 316, "statx": 332, "faccessat2": 439,
@@ -53,14 +53,14 @@ def _by_number(tables: dict[str, dict[str, int]]) -> dict[int, str]:
     return {number: name for name, number in tables.get(platform.machine(), {}).items()}
 
 
-_FD_CALLS, _PATH_CALLS, _PATH_AT_CALLS = map(_by_number, (_FDS, _PATHS, _PATHS_AT))
+_FD_CALLS, _PATH_CALLS, _PATH_AT_CALLS = map(_by_number, (_FD_CALL_NUMBERS, _PATH_CALL_NUMBERS, _PATH_AT_CALL_NUMBERS))
 
 
 @dataclass(frozen=True)
 class BlockedCall:
     """A thread that sleeps in a system call on a file, or in uninterruptible sleep outside of any call."""
 
-    thread: int
+    thread_id: int
     """Native id."""
     call: str
     """Name of the system call; '' for a page fault."""
@@ -77,19 +77,20 @@ def blocked_calls(process: int) -> list[BlockedCall]:
         threads = sorted(map(int, os.listdir(folder / "task")))
     except OSError:
         return []
-    return [call for thread in threads if (call := _blocked_call(folder, thread)) is not None]
+    return [call for thread in threads if (call := _read_blocked_call(folder, thread)) is not None]
 
 
-def is_held(process: int) -> bool:
+def is_blocked(process: int) -> bool:
     """Whether a process sleeps in a call on a file or in uninterruptible sleep, and is not stopped."""
-    state = state_of(process)
-    return state is not None and state.letter not in "TtZX" and bool(blocked_calls(process))
+    state = read_process_state(process)
+    return state is not None and state.state_code not in "TtZX" and bool(blocked_calls(process))
 
 
-def held_text(process: int, state: ProcessState) -> str:
-    """Return why a process does not run, as `ProcessState.held`, with the call and the file that it waits for."""
-    calls = [call for call in blocked_calls(process) if call.path] if state.letter == "D" else []
-    return state.held + (f", in {calls[0].call} of {calls[0].path!r}" if calls else "")
+def blocked_text(process: int, state: ProcessState) -> str:
+    """Return why a process does not run, as `ProcessState.blocked_reason`, with the call and the file that it waits
+    for."""
+    calls = [call for call in blocked_calls(process) if call.path] if state.state_code == "D" else []
+    return state.blocked_reason + (f", in {calls[0].call} of {calls[0].path!r}" if calls else "")
 
 
 def num_wakeups(process: int, thread: int) -> int:
@@ -98,7 +99,7 @@ def num_wakeups(process: int, thread: int) -> int:
     return int(text[2]) if len(text) > 2 else 0
 
 
-def mount_of(path: str) -> tuple[str, str]:
+def find_mount(path: str) -> tuple[str, str]:
     """Return where the file system of an absolute path is mounted, and its type and device, for a message."""
     best, about = "/", ""
     for line in _read(_PROC / "self/mountinfo").splitlines():
@@ -112,22 +113,22 @@ def mount_of(path: str) -> tuple[str, str]:
     return best, about
 
 
-def _blocked_call(folder: Path, thread: int) -> BlockedCall | None:
+def _read_blocked_call(folder: Path, thread: int) -> BlockedCall | None:
     text = _read(folder / "task" / str(thread) / "syscall").strip()
     number, _, arguments = text.partition(" ")
     if not number.lstrip("-").isdigit():  # 'running', or hidden from this process
         return None
     values = [int(word, 16) for word in arguments.split()[:6]]
     if number == "-1":
-        state = state_of(thread)
-        held = state is not None and state.letter == "D"
+        state = read_process_state(thread)
+        held = state is not None and state.state_code == "D"
         return BlockedCall(thread, "", "", text) if held else None
     if (name := _FD_CALLS.get(int(number))) is not None:
-        path = "" if values[0] in _STANDARD_STREAMS else _link(folder / "fd" / str(values[0]))
+        path = "" if values[0] in _STANDARD_STREAMS else _read_link(folder / "fd" / str(values[0]))
     elif (name := _PATH_CALLS.get(int(number))) is not None:
-        path = _path_at(folder, values[0], None)
+        path = _read_path(folder, values[0], None)
     elif (name := _PATH_AT_CALLS.get(int(number))) is not None:
-        path = _path_at(folder, values[1], values[0])
+        path = _read_path(folder, values[1], values[0])
     else:
         return None
     # Pipes, sockets and terminals may keep a thread for as long as they like.
@@ -135,7 +136,7 @@ def _blocked_call(folder: Path, thread: int) -> BlockedCall | None:
     return BlockedCall(thread, name, path.removesuffix(" (deleted)"), text) if is_file else None
 
 
-def _path_at(folder: Path, address: int, base: int | None) -> str:
+def _read_path(folder: Path, address: int, base: int | None) -> str:
     """The path in the memory of a process, from the root."""
     try:
         with (folder / "mem").open("rb", buffering=0) as memory:
@@ -150,10 +151,10 @@ def _path_at(folder: Path, address: int, base: int | None) -> str:
     if path.startswith("/"):
         return path
     is_open = base is not None and base < 1 << 31  # AT_FDCWD is negative
-    return os.path.normpath(f"{_link(folder / (f'fd/{base}' if is_open else 'cwd'))}/{path}")
+    return os.path.normpath(f"{_read_link(folder / (f'fd/{base}' if is_open else 'cwd'))}/{path}")
 
 
-def _link(path: Path) -> str:
+def _read_link(path: Path) -> str:
     try:
         return os.readlink(path)
     except OSError:

@@ -6,12 +6,12 @@ import struct
 from typing import Any
 from zlib import crc32
 
-from meseta.machine.files import has_controls
+from meseta.machine.files import has_control_characters
 
 CHECKSUM_BYTES = 4
 
 
-def with_checksum(content: bytes) -> bytes:
+def append_checksum(content: bytes) -> bytes:
     """Return the record to write."""
     return content + crc32(content).to_bytes(CHECKSUM_BYTES, "little")
 
@@ -24,7 +24,7 @@ def unpack_checked(memory: bytes, at: int, layout: struct.Struct) -> tuple[Any, 
     return layout.unpack(content) if any(content) else None
 
 
-def text_field(text: str, num_bytes: int) -> bytes:
+def encode_text(text: str, num_bytes: int) -> bytes:
     """Return a text in at most `num_bytes` of UTF-8; a longer one ends in '...'."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= num_bytes:
@@ -32,7 +32,9 @@ def text_field(text: str, num_bytes: int) -> bytes:
     return encoded[: num_bytes - 3].decode(errors="ignore").encode() + b"..."
 
 
-def field_text(field: bytes) -> str:
+def decode_text(field: bytes) -> str:
     """Return the text of a field; control characters, which may come from untrusted input, become question marks."""
     text = field.rstrip(b"\0").decode(errors="replace")
-    return text if not has_controls(text) else "".join(c if not has_controls(c) else "?" for c in text)
+    return (
+        text if not has_control_characters(text) else "".join(c if not has_control_characters(c) else "?" for c in text)
+    )

@@ -17,45 +17,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meseta.measure.contest.contender import Contender
-from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.synthetic_batches import DlrmWorkload, TrainingBatch, make_training_batches
 
 LR = 0.001
 """Small, because random labels teach nothing: losses must stay finite over thousands of steps."""
-FILL = 0.01
+INIT_VALUE = 0.01
 
 
-class TrainingPeer(Contender):
+class TrainingPeer(BenchmarkTarget):
     """Steps over prepared batches; a subclass makes the model and takes a step."""
 
     packages: tuple[str, ...] = ("torch",)
 
-    def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
+    def __init__(self, workload: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
         super().__init__()
-        self.training = Training.from_json(training)
+        self.workload = DlrmWorkload.from_json(workload)
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         torch.manual_seed(0)
         self.build(optimizer, dense_dtype)
-        self.samples = make_samples(self.training, self.rank, self.num_ranks)
-        self.actions = {"step": lambda call: self.step(self.samples[call % len(self.samples)])}
+        self.batches = make_training_batches(self.workload, self.rank, self.num_ranks)
+        self.actions = {"step": lambda call: self.step(self.batches[call % len(self.batches)])}
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
         """Make the model."""
         raise NotImplementedError
 
-    def join(self) -> None:
-        """Become a rank of the group that `Team` has started."""
+    def init_process_group(self) -> None:
+        """Become a rank of the group that `WorkerGroup` has started."""
         meeting = f"file://{os.environ['MESETA_RENDEZVOUS']}"
         dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.num_ranks)
 
-    def step(self, samples: Samples) -> Any:
+    def step(self, samples: TrainingBatch) -> Any:
         """Train on one batch and return the loss."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         return {
             "actions": list(self.actions),
-            "samples_per_call": self.training.traffic.batch_size,
+            "samples_per_call": self.workload.lookups.batch_size,
             "versions": {name: importlib.metadata.version(name) for name in self.packages},
         }
 
@@ -67,13 +67,13 @@ class TrainingPeer(Contender):
 class PlainDLRM(nn.Module):
     """DLRM as one writes it at home: an nn.EmbeddingBag with sparse gradients per table, nn.Linear, torch.bmm."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: DlrmWorkload) -> None:
         super().__init__()
-        traffic, dim = training.traffic, training.dim
+        traffic, dim = training.lookups, training.dim
         num_vectors = len(traffic.rows) + 1
         self.bag_size = traffic.bag_size
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.full((rows, dim), FILL))
+            nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.full((rows, dim), INIT_VALUE))
             for rows in traffic.rows
         )
         self.bottom = _mlp([training.num_dense, *training.bottom_mlp, dim], relu_last=True)
@@ -98,20 +98,20 @@ def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
     return nn.Sequential(*(layers if relu_last else layers[:-1]))
 
 
-class Plain(TrainingPeer):
+class PyTorchTraining(TrainingPeer):
     """Plain PyTorch; bfloat16 by autocast."""
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
-        self.model: nn.Module = PlainDLRM(self.training)
+        self.model: nn.Module = PlainDLRM(self.workload)
         if self.num_ranks > 1:
-            self.join()
+            self.init_process_group()
             self.model = nn.parallel.DistributedDataParallel(self.model)
         make: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
         self.optimizer: torch.optim.Optimizer = make[optimizer](self.model.parameters(), lr=LR)
         self.criterion = nn.BCEWithLogitsLoss()
         self.autocast = dense_dtype != "float32"
 
-    def step(self, samples: Samples) -> Tensor:
+    def step(self, samples: TrainingBatch) -> Tensor:
         dense, ids, label = (torch.from_numpy(part) for part in (samples.dense, samples.ids, samples.label))
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
@@ -122,7 +122,7 @@ class Plain(TrainingPeer):
         return loss
 
 
-class TorchrecTraining(TrainingPeer):
+class TorchRecTraining(TrainingPeer):
     """TorchRec's DLRM under DistributedModelParallel and its planner; its tables learn in the backward pass."""
 
     packages = ("torch", "torchrec", "fbgemm_gpu-cpu")
@@ -135,8 +135,8 @@ class TorchrecTraining(TrainingPeer):
 
         if dense_dtype != "float32":
             raise ValueError(f"dense dtype {dense_dtype}: only float32 is measured")
-        self.join()
-        traffic, dim = self.training.traffic, self.training.dim
+        self.init_process_group()
+        traffic, dim = self.workload.lookups, self.workload.dim
         self.keys = [f"f{f}" for f in range(len(traffic.rows))]
         tables = [
             EmbeddingBagConfig(name=f"t{f}", embedding_dim=dim, num_embeddings=rows, feature_names=[f"f{f}"])
@@ -146,19 +146,19 @@ class TorchrecTraining(TrainingPeer):
         model = DLRMTrain(
             DLRM(
                 embeddings,
-                dense_in_features=self.training.num_dense,
-                dense_arch_layer_sizes=[*self.training.bottom_mlp, dim],
-                over_arch_layer_sizes=[*self.training.top_mlp, 1],
+                dense_in_features=self.workload.num_dense,
+                dense_arch_layer_sizes=[*self.workload.bottom_mlp, dim],
+                over_arch_layer_sizes=[*self.workload.top_mlp, 1],
                 dense_device=torch.device("cpu"),
             )
         )
         row_optimizer = {"sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}[optimizer]
         apply_optimizer_in_backward(row_optimizer, embeddings.parameters(), {"lr": LR})
-        self.place(model)
+        self.shard(model)
         self.lengths = torch.full((len(self.keys) * traffic.batch_size // self.num_ranks,), traffic.bag_size)
-        self.make_ids = KeyedJaggedTensor
+        self.kjt_class = KeyedJaggedTensor
 
-    def place(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> None:
         """Shard over the ranks, and join the optimizers of both parts."""
         from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -173,17 +173,17 @@ class TorchrecTraining(TrainingPeer):
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
 
-    def batch(self, samples: Samples) -> Any:
+    def to_batch(self, samples: TrainingBatch) -> Any:
         """As TorchRec's models take it."""
         from torchrec.datasets.utils import Batch
 
         ids = torch.from_numpy(samples.ids.reshape(-1))
-        sparse = self.make_ids(self.keys, ids, lengths=self.lengths, stride=samples.label.shape[0])
+        sparse = self.kjt_class(self.keys, ids, lengths=self.lengths, stride=samples.label.shape[0])
         label = torch.from_numpy(samples.label).int()
         return Batch(dense_features=torch.from_numpy(samples.dense), sparse_features=sparse, labels=label)
 
-    def step(self, samples: Samples) -> Tensor:
-        batch = self.batch(samples)
+    def step(self, samples: TrainingBatch) -> Tensor:
+        batch = self.to_batch(samples)
         self.optimizer.zero_grad()
         loss, _ = self.model(batch)
         loss.backward()

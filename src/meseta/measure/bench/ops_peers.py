@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meseta.measure.contest.contender import Contender
-from meseta.measure.traffic import Traffic, make_batches
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.measure.synthetic_batches import LookupWorkload, make_id_batches
 
 LR = 0.01
-FILL = 0.01
+INIT_VALUE = 0.01
 
 
-class _Operator(Contender):
+class PeerOperators(BenchmarkTarget):
     """Lookups and train steps over prepared batches; a subclass builds the tables and says what both are."""
 
     packages: tuple[str, ...] = ("torch",)
 
-    def __init__(self, traffic: dict[str, Any], optimizer: str, dtype: str) -> None:
+    def __init__(self, workload: dict[str, Any], optimizer: str, dtype: str) -> None:
         super().__init__()
-        self.traffic = Traffic.from_json(traffic)
+        self.workload = LookupWorkload.from_json(workload)
         torch.manual_seed(0)
-        self.gradient = 0.01 * torch.randn(self.traffic.batch_size, sum(self.traffic.dims))
+        self.gradient = 0.01 * torch.randn(self.workload.batch_size, sum(self.workload.dims))
         self.batches: list[Any] = []
         self.num_ids = 0.0
         self.build(optimizer, dtype)
-        batches = make_batches(self.traffic, self.traffic.num_batches)
+        batches = make_id_batches(self.workload, self.workload.num_batches)
         self.num_ids = sum(len(batch.ids) for batch in batches) / len(batches)
         for batch in batches:
             weights = None if batch.weights is None else torch.from_numpy(batch.weights)
@@ -65,7 +65,7 @@ class _Operator(Contender):
         self.lookup(self.batches[call % len(self.batches)]).backward(self.gradient)
 
 
-class EmbeddingBags(_Operator):
+class PyTorchOperators(PeerOperators):
     """One torch.nn.EmbeddingBag with sparse gradients per table, and an optimizer of torch.optim that takes them."""
 
     def build(self, optimizer: str, dtype: str) -> None:
@@ -73,12 +73,12 @@ class EmbeddingBags(_Operator):
             nn.EmbeddingBag(
                 rows,
                 dim,
-                mode=self.traffic.pooling,
+                mode=self.workload.pooling,
                 sparse=True,
                 include_last_offset=True,
-                _weight=torch.full((rows, dim), FILL),
+                _weight=torch.full((rows, dim), INIT_VALUE),
             )
-            for rows, dim in zip(self.traffic.rows, self.traffic.dims, strict=True)
+            for rows, dim in zip(self.workload.rows, self.workload.dims, strict=True)
         )
         make: dict[str, Any] = {
             "sgd": torch.optim.SGD,
@@ -88,7 +88,7 @@ class EmbeddingBags(_Operator):
         self.optimizer: torch.optim.Optimizer = make[optimizer](list(self.tables.parameters()), lr=LR)
 
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list[tuple[Tensor, Tensor, Any]]:
-        num_bags, parts = self.traffic.batch_size, []
+        num_bags, parts = self.workload.batch_size, []
         for f in range(len(self.tables)):
             own = offsets[f * num_bags : (f + 1) * num_bags + 1]
             start, stop = int(own[0]), int(own[-1])
@@ -109,7 +109,7 @@ class EmbeddingBags(_Operator):
         self.optimizer.step()
 
 
-class Fbgemm(_Operator):
+class FbgemmOperators(PeerOperators):
     """SplitTableBatchedEmbeddingBagsCodegen on the host; its optimizer runs inside the backward pass."""
 
     packages = ("torch", "fbgemm_gpu-cpu")
@@ -122,17 +122,17 @@ class Fbgemm(_Operator):
         names = {"sgd": "EXACT_SGD", "adagrad": "EXACT_ADAGRAD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
         host, cpu = fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU
         self.tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, host, cpu) for rows, dim in zip(self.traffic.rows, self.traffic.dims, strict=True)],
+            [(rows, dim, host, cpu) for rows, dim in zip(self.workload.rows, self.workload.dims, strict=True)],
             optimizer=getattr(EmbOptimType, names.get(optimizer, optimizer.upper())),
             weights_precision=SparseType.FP16 if dtype == "float16" else SparseType.FP32,
             output_dtype=SparseType.FP32,
-            pooling_mode=PoolingMode.MEAN if self.traffic.pooling == "mean" else PoolingMode.SUM,
+            pooling_mode=PoolingMode.MEAN if self.workload.pooling == "mean" else PoolingMode.SUM,
             learning_rate=LR,
             eps=1e-8,
             device=torch.device("cpu"),
         )
         for table in self.tables.split_embedding_weights():
-            table.fill_(FILL)
+            table.fill_(INIT_VALUE)
 
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         return ids, offsets, weights
@@ -141,7 +141,7 @@ class Fbgemm(_Operator):
         return self.tables(*batch)
 
 
-class Torchrec(_Operator):
+class TorchRecOperators(PeerOperators):
     """FusedEmbeddingBagCollection; a KeyedJaggedTensor is made in every step, because it remembers what it computed."""
 
     packages = ("torch", "torchrec", "fbgemm_gpu-cpu")
@@ -157,30 +157,30 @@ class Torchrec(_Operator):
             "adam": torch.optim.Adam,
             "rowwise_adagrad": RowWiseAdagrad,
         }
-        pooling = PoolingType.MEAN if self.traffic.pooling == "mean" else PoolingType.SUM
+        pooling = PoolingType.MEAN if self.workload.pooling == "mean" else PoolingType.SUM
         configs = [
             EmbeddingBagConfig(
                 name=f"t{f}", embedding_dim=dim, num_embeddings=rows, feature_names=[f"f{f}"], pooling=pooling
             )
-            for f, (rows, dim) in enumerate(zip(self.traffic.rows, self.traffic.dims, strict=True))
+            for f, (rows, dim) in enumerate(zip(self.workload.rows, self.workload.dims, strict=True))
         ]
         self.tables = FusedEmbeddingBagCollection(
             configs,
             optimizer_type=make[optimizer],
             optimizer_kwargs={"lr": LR},
-            is_weighted=self.traffic.weighted,
+            is_weighted=self.workload.weighted,
             device=torch.device("cpu"),
         )
         with torch.no_grad():
             for parameter in self.tables.parameters():
-                parameter.fill_(FILL)
+                parameter.fill_(INIT_VALUE)
         self.keys = [f"f{f}" for f in range(len(configs))]
-        self.make_ids = KeyedJaggedTensor
+        self.kjt_class = KeyedJaggedTensor
 
     def prepare(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         return ids, offsets.diff(), weights
 
     def lookup(self, batch: Any) -> Tensor:
         ids, lengths, weights = batch
-        values: Tensor = self.tables(self.make_ids(self.keys, ids, weights=weights, lengths=lengths)).values()
+        values: Tensor = self.tables(self.kjt_class(self.keys, ids, weights=weights, lengths=lengths)).values()
         return values

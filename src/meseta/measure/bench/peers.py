@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from meseta.machine.environment_variables import environ
 from meseta.machine.processes import run_program
-from meseta.machine.variables import variables
 
-PACKAGES = {"FBGEMM": "fbgemm-gpu-cpu", "TorchRec": "torchrec"}
+PEER_PACKAGES = {"FBGEMM": "fbgemm-gpu-cpu", "TorchRec": "torchrec"}
 """Peers beside torch itself, and the packages that they come in."""
 TUNED_MALLOC = {
     "MALLOC_TOP_PAD_": str(256 << 20),
@@ -25,20 +25,20 @@ class Peers:
 
     python: str
     """The interpreter that has them."""
-    found: frozenset[str]
+    available: frozenset[str]
     """'PyTorch' and those of PACKAGES that are there; empty: none are wanted."""
     missing: tuple[str, ...]
     """A line for each that is not: what it is, and how to get it."""
 
 
-def find_peers(python: str | None, *, wanted: bool) -> Peers:
+def find_peers(python: str | None, *, enabled: bool) -> Peers:
     """Look into `python`, else $PEER_PYTHON, else this interpreter. PyTorch is measured in this one, always."""
-    python = python or variables.get("PEER_PYTHON") or sys.executable
-    if not wanted:
+    python = python or environ.get("PEER_PYTHON") or sys.executable
+    if not enabled:
         return Peers(python, frozenset(), ())
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     found, missing = {"PyTorch"}, []
-    for name, package in PACKAGES.items():
+    for name, package in PEER_PACKAGES.items():
         module = "fbgemm_gpu" if name == "FBGEMM" else package
         try:
             # A folder of its own, so that no module of the present one is taken for a package.

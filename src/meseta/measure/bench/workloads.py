@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meseta.data.synth.columns import CARDINALITIES
-from meseta.measure.traffic import Traffic, Training
+from meseta.measure.synthetic_batches import DlrmWorkload, LookupWorkload
 from meseta.spec import OptimizerSpec
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "rmsprop": {},
 }
 """What `--optimizers` may name -> constants of its OptimizerSpec."""
-_CAPPED = tuple(min(rows, 1_000_000) for rows in CARDINALITIES)
+_CAPPED_CARDINALITIES = tuple(min(rows, 1_000_000) for rows in CARDINALITIES)
 
 
 def make_optimizer(name: str, lr: float) -> OptimizerSpec:
@@ -32,38 +32,40 @@ def make_optimizer(name: str, lr: float) -> OptimizerSpec:
     return OptimizerSpec(**{"name": name, "lr": lr, **OPTIMIZERS[name]})
 
 
-def _criteo(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> Traffic:
-    return Traffic(name=name, rows=rows, dims=(dim,) * len(rows), batch_size=batch_size, bag_size=1, law="zipf")
+def _criteo(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> LookupWorkload:
+    return LookupWorkload(
+        name=name, rows=rows, dims=(dim,) * len(rows), batch_size=batch_size, bag_size=1, id_distribution="zipf"
+    )
 
 
-def _many_ids(name: str, num_tables: int, rows: int, dim: int, batch_size: int, bag_size: int) -> Traffic:
+def _multi_hot(name: str, num_tables: int, rows: int, dim: int, batch_size: int, bag_size: int) -> LookupWorkload:
     """Uniform; a twin with skewed ids is made by `_zipf`."""
-    return Traffic(
+    return LookupWorkload(
         name=name,
         rows=(rows,) * num_tables,
         dims=(dim,) * num_tables,
         batch_size=batch_size,
         bag_size=bag_size,
-        law="uniform",
+        id_distribution="uniform",
     )
 
 
-def _zipf(name: str, traffic: Traffic) -> Traffic:
-    return replace(traffic, name=name, law="zipf")
+def _with_zipf_ids(name: str, traffic: LookupWorkload) -> LookupWorkload:
+    return replace(traffic, name=name, id_distribution="zipf")
 
 
-_B = _many_ids("b_uni", 8, 1_000_000, 128, 2048, 20)
-_C = _many_ids("c", 100, 100_000, 32, 1024, 10)
-_HISTORY = replace(_zipf("history", _many_ids("", 16, 500_000, 64, 2048, 20)), ragged=True)
-OPS: tuple[Traffic, ...] = (
+_FEW_WIDE_TABLES = _multi_hot("b_uni", 8, 1_000_000, 128, 2048, 20)
+_MANY_NARROW_TABLES = _multi_hot("c", 100, 100_000, 32, 1024, 10)
+_HISTORY = replace(_with_zipf_ids("history", _multi_hot("", 16, 500_000, 64, 2048, 20)), ragged=True)
+OPS_WORKLOADS: tuple[LookupWorkload, ...] = (
     _criteo("a16_2k", CARDINALITIES, 16, 2048),
     _criteo("a16_8k", CARDINALITIES, 16, 8192),
-    _criteo("a64_2k", _CAPPED, 64, 2048),
-    _criteo("a64_8k", _CAPPED, 64, 8192),
-    _B,
-    _zipf("b_zipf", _B),
-    _C,
-    _zipf("c_zipf", _C),
+    _criteo("a64_2k", _CAPPED_CARDINALITIES, 64, 2048),
+    _criteo("a64_8k", _CAPPED_CARDINALITIES, 64, 8192),
+    _FEW_WIDE_TABLES,
+    _with_zipf_ids("b_zipf", _FEW_WIDE_TABLES),
+    _MANY_NARROW_TABLES,
+    _with_zipf_ids("c_zipf", _MANY_NARROW_TABLES),
     replace(_HISTORY, name="mixed", dims=(16, 32, 64, 128) * 4),
     replace(_HISTORY, name="weighted", weighted=True),
     replace(_HISTORY, name="mean", pooling="mean"),
@@ -73,26 +75,30 @@ tables with 20 ids (b), many narrow ones with 10 (c), each uniform and skewed; b
 widths, ids with weights, means."""
 
 
-def _dlrm(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> Training:
-    return Training(traffic=_criteo(name, rows, dim, batch_size), bottom_mlp=(512, 256, 64), top_mlp=(512, 256))
+def _dlrm(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> DlrmWorkload:
+    return DlrmWorkload(lookups=_criteo(name, rows, dim, batch_size), bottom_mlp=(512, 256, 64), top_mlp=(512, 256))
 
 
-_RM1 = _zipf("rm1", _many_ids("", 8, 4_000_000, 32, 512, 80))
-_RM2 = _zipf("rm2", _many_ids("", 32, 500_000, 64, 512, 120))
-E2E: tuple[Training, ...] = (
+_RM1 = _with_zipf_ids("rm1", _multi_hot("", 8, 4_000_000, 32, 512, 80))
+_RM2 = _with_zipf_ids("rm2", _multi_hot("", 32, 500_000, 64, 512, 120))
+E2E_WORKLOADS: tuple[DlrmWorkload, ...] = (
     _dlrm("d16_2k", CARDINALITIES, 16, 2048),
     _dlrm("d16_8k", CARDINALITIES, 16, 8192),
-    _dlrm("d64_2k", _CAPPED, 64, 2048),
-    _dlrm("d64_8k", _CAPPED, 64, 8192),
-    Training(traffic=_RM1, bottom_mlp=(128, 64), top_mlp=(256, 64)),
-    Training(traffic=_RM2, bottom_mlp=(256, 128), top_mlp=(128, 64)),
-    Training(traffic=replace(_RM1, name="rm1_uni", law="uniform"), bottom_mlp=(128, 64), top_mlp=(256, 64)),
-    Training(traffic=replace(_RM2, name="rm2_uni", law="uniform"), bottom_mlp=(256, 128), top_mlp=(128, 64)),
+    _dlrm("d64_2k", _CAPPED_CARDINALITIES, 64, 2048),
+    _dlrm("d64_8k", _CAPPED_CARDINALITIES, 64, 8192),
+    DlrmWorkload(lookups=_RM1, bottom_mlp=(128, 64), top_mlp=(256, 64)),
+    DlrmWorkload(lookups=_RM2, bottom_mlp=(256, 128), top_mlp=(128, 64)),
+    DlrmWorkload(
+        lookups=replace(_RM1, name="rm1_uni", id_distribution="uniform"), bottom_mlp=(128, 64), top_mlp=(256, 64)
+    ),
+    DlrmWorkload(
+        lookups=replace(_RM2, name="rm2_uni", id_distribution="uniform"), bottom_mlp=(256, 128), top_mlp=(128, 64)
+    ),
 )
 """DLRM on Criteo's tables (d16: whole, d64: at most a million rows), and the two shapes with long bags."""
 
 
-def small(traffic: Traffic, *, max_rows: int, max_batch: int, max_tables: int | None = None) -> Traffic:
+def shrink(traffic: LookupWorkload, *, max_rows: int, max_batch: int, max_tables: int | None = None) -> LookupWorkload:
     """The same with fewer rows, samples and tables: for checks, and for trying a command."""
     return replace(
         traffic,

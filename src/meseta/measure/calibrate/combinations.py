@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.measure.calibrate.tasks import DIMS, ID_DISTRIBUTIONS, MIN_ROWS, Task, TaskTable, random_table
-from meseta.planner.cost.sizes import cell_bytes
+from meseta.measure.calibrate.tasks import DIMS, ID_DISTRIBUTIONS, MIN_ROWS, ShardingTask, TaskTable, random_table
+from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import OptimizerSpec, TableSpec
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH_SIZES = (512, 1024, 2048, 4096)
 MAX_TABLES = 24
-MAX_IDS = 300_000
+MAX_BATCH_IDS = 300_000
 """Of a batch, so that a measurement takes a tenth of a second."""
 
 
-def random_combination(seed: int, memory_bytes: float) -> Task:
+def random_combination(seed: int, memory_bytes: float) -> ShardingTask:
     """Combination number `seed`: 1 to 24 tables (log-uniform) that fit into `memory_bytes` with their state.
 
     Half of them have tables of one width, so that the constants of rows and of bytes can be told apart; two thirds are
@@ -35,11 +35,11 @@ def random_combination(seed: int, memory_bytes: float) -> Task:
         spec = TableSpec(
             name="t", num_embeddings=table.num_rows, embedding_dim=table.dim, optimizer=OptimizerSpec(name=optimizer)
         )
-        size = cell_bytes(spec, spec.num_embeddings, spec.embedding_dim)
-        if size > left or (tables and ids + table.pooling * batch_size > MAX_IDS):
+        size = shard_storage_bytes(spec, spec.num_embeddings, spec.embedding_dim)
+        if size > left or (tables and ids + table.pooling_factor * batch_size > MAX_BATCH_IDS):
             continue
-        left, ids = left - size, ids + table.pooling * batch_size
+        left, ids = left - size, ids + table.pooling_factor * batch_size
         tables.append(table)
     if not tables:
-        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling=1.0, distribution=distribution)]
-    return Task(seed=seed, tables=tuple(tables), batch_size=batch_size, dtype=dtype, optimizer=optimizer)
+        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling_factor=1.0, distribution_index=distribution)]
+    return ShardingTask(seed=seed, tables=tuple(tables), batch_size=batch_size, dtype=dtype, optimizer=optimizer)

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from meseta.errors import MesetaError
-from meseta.measure.calibrate.near_steps import measure_near
-from meseta.measure.threads import threads
+from meseta.measure.calibrate.row_cache import measure_row_cache
+from meseta.measure.threads import use_num_threads
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.spec.cost_model import TierCost
 
-FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """Of rows, where the disk has eight times as much free; else an eighth of that."""
 RECORD_BYTES = 256
-ROWS_AT_ONCE = 1 << 16
-READS_AT_ONCE = 1 << 14
-NUM_PASSES, PASS_S = 3, 0.5
+ROWS_PER_CHUNK = 1 << 16
+READS_PER_BATCH = 1 << 14
+NUM_RANDOM_READ_ROUNDS, RANDOM_READ_WINDOW_S = 3, 0.5
 """Of random reads: so many passes of at least so many seconds, whose median counts."""
 
 
@@ -35,23 +35,23 @@ def measure_disk(
     than it is later. Raises MesetaError where the folder cannot be written or has no room.
     """
     engine = DiskEngine(folder, max_reads_per_s=max_reads_per_s)
-    num_bytes = min(FILE_BYTES, shutil.disk_usage(engine.folder).free // 8)
-    num_rows = num_bytes // RECORD_BYTES // ROWS_AT_ONCE * ROWS_AT_ONCE
+    num_bytes = min(MAX_FILE_BYTES, shutil.disk_usage(engine.folder).free // 8)
+    num_rows = num_bytes // RECORD_BYTES // ROWS_PER_CHUNK * ROWS_PER_CHUNK
     if num_rows == 0:
         raise MesetaError(
             f"calibrate: the disk of {str(folder)!r} has too little room to measure; name a folder with "
-            f"{8 * ROWS_AT_ONCE * RECORD_BYTES:,} bytes free"
+            f"{8 * ROWS_PER_CHUNK * RECORD_BYTES:,} bytes free"
         )
-    with threads(num_threads):
+    with use_num_threads(num_threads):
         rows = RowFile(engine, "calibration", num_rows=num_rows, record_bytes=RECORD_BYTES)
         try:
-            write_bytes_per_s = _write_all(rows)
-            read_bytes_per_s = _read_in_sequence(rows)
-            reads_per_s = float(np.median([_read_at_random(rows, seed) for seed in range(NUM_PASSES)]))
+            write_bytes_per_s = _write_sequentially(rows)
+            read_bytes_per_s = _read_sequentially(rows)
+            reads_per_s = float(np.median([_read_randomly(rows, seed) for seed in range(NUM_RANDOM_READ_ROUNDS)]))
         finally:
             rows.close()
     return replace(
-        measure_near(tiers, num_threads, folder),
+        measure_row_cache(tiers, num_threads, folder),
         disk_bytes_per_s=read_bytes_per_s,
         disk_write_bytes_per_s=write_bytes_per_s,
         disk_row_s=1.0 / reads_per_s,
@@ -60,23 +60,23 @@ def measure_disk(
     )
 
 
-def _write_all(rows: RowFile) -> float:
+def _write_sequentially(rows: RowFile) -> float:
     """Bytes a second, in sequence."""
-    records = torch.randint(0, 256, (ROWS_AT_ONCE, RECORD_BYTES), dtype=torch.uint8)
+    records = torch.randint(0, 256, (ROWS_PER_CHUNK, RECORD_BYTES), dtype=torch.uint8)
     start = time.perf_counter()
-    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
-        rows.write(torch.arange(first, first + ROWS_AT_ONCE), records)
+    for first in range(0, rows.num_rows, ROWS_PER_CHUNK):
+        rows.write(torch.arange(first, first + ROWS_PER_CHUNK), records)
     rows.flush()
     return rows.num_rows * RECORD_BYTES / (time.perf_counter() - start)
 
 
-def _read_in_sequence(rows: RowFile) -> float:
+def _read_sequentially(rows: RowFile) -> float:
     """Bytes a second: the next rows are asked for while the last ones come."""
-    frozen, records = rows.freeze(), [torch.empty(ROWS_AT_ONCE, RECORD_BYTES, dtype=torch.uint8) for _ in range(2)]
+    frozen, records = rows.snapshot(), [torch.empty(ROWS_PER_CHUNK, RECORD_BYTES, dtype=torch.uint8) for _ in range(2)]
     start = time.perf_counter()
     reading = frozen.read(0, records[0])
-    for number in range(1, rows.num_rows // ROWS_AT_ONCE):
-        coming = frozen.read(number * ROWS_AT_ONCE, records[number % 2])
+    for number in range(1, rows.num_rows // ROWS_PER_CHUNK):
+        coming = frozen.read(number * ROWS_PER_CHUNK, records[number % 2])
         reading.wait()
         reading = coming
     reading.wait()
@@ -85,13 +85,13 @@ def _read_in_sequence(rows: RowFile) -> float:
     return rows.num_rows * RECORD_BYTES / seconds
 
 
-def _read_at_random(rows: RowFile, seed: int) -> float:
+def _read_randomly(rows: RowFile, seed: int) -> float:
     """Reads a second, with as many in flight as the engine takes."""
     random, done = np.random.default_rng(seed), 0
-    records = torch.empty(READS_AT_ONCE, RECORD_BYTES, dtype=torch.uint8)
-    before, start = rows.counters.reads, time.perf_counter()
-    while (seconds := time.perf_counter() - start) < PASS_S or done == 0:
-        asked = torch.from_numpy(random.integers(0, rows.num_rows, READS_AT_ONCE))
+    records = torch.empty(READS_PER_BATCH, RECORD_BYTES, dtype=torch.uint8)
+    before, start = rows.counters.num_reads, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < RANDOM_READ_WINDOW_S or done == 0:
+        asked = torch.from_numpy(random.integers(0, rows.num_rows, READS_PER_BATCH))
         rows.read(asked, records).wait()
-        done = rows.counters.reads - before
+        done = rows.counters.num_reads - before
     return done / seconds

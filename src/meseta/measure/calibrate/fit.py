@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _NUM_ROUNDS = 20
-_SMALL_ERROR = 0.01
+_MIN_ERROR = 0.01
 """Relative errors below this weigh alike."""
-_SMALLEST_RATIO = 0.2
+_MIN_RATIO = 0.2
 """Predictions further below what was measured weigh alike."""
 
 
@@ -27,13 +27,13 @@ def fit_relative(terms: Floats, seconds: Floats) -> Floats:
     scale = np.maximum(np.abs(relative).max(axis=0, initial=0.0), 1e-300)
     weights = np.ones(len(seconds))
     for _ in range(_NUM_ROUNDS):
-        found = non_negative(relative / scale * weights[:, None], weights)
-        ratio = np.maximum(relative / scale @ found, _SMALLEST_RATIO)
-        weights = 1.0 / np.sqrt(np.maximum(np.abs(np.log(ratio)), _SMALL_ERROR) * ratio)
+        found = nnls(relative / scale * weights[:, None], weights)
+        ratio = np.maximum(relative / scale @ found, _MIN_RATIO)
+        weights = 1.0 / np.sqrt(np.maximum(np.abs(np.log(ratio)), _MIN_ERROR) * ratio)
     return found / scale
 
 
-def non_negative(matrix: Floats, target: Floats) -> Floats:
+def nnls(matrix: Floats, target: Floats) -> Floats:
     """x >= 0 [k] with the smallest |matrix [n, k] x - target [n]|: the active-set method of C. L. Lawson and R. J.
     Hanson, "Solving least squares problems", 1974, chapter 23."""
     num = matrix.shape[1]
@@ -58,6 +58,6 @@ def non_negative(matrix: Floats, target: Floats) -> Floats:
     return found
 
 
-def errors_of(predicted: Sequence[float] | Floats, measured: Sequence[float] | Floats) -> Floats:
+def relative_errors(predicted: Sequence[float] | Floats, measured: Sequence[float] | Floats) -> Floats:
     """Relative errors [n], without sign."""
     return np.abs(np.asarray(predicted, np.float64) / np.asarray(measured, np.float64) - 1.0)

@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meseta.embedding.replicas import SUM
-from meseta.embedding.update import Contribution, group_shards, samples_of, step_shards, sum_contributions, update_rows
-from meseta.measure.calibrate.pieces import (
-    OwnPieces,
-    PieceTimer,
-    as_pieces,
-    ids_of,
-    join_bags,
-    num_batches,
-    take_tables,
+from meseta.embedding.replicas import SUM_OPTIMIZER
+from meseta.embedding.update import (
+    GradientContribution,
+    group_shards,
+    sample_indices,
+    step_shards,
+    sum_contributions,
+    update_rows,
 )
-from meseta.measure.calibrate.tasks import Piece, Task, cut_bags
+from meseta.measure.calibrate.shard_timer import (
+    ShardTimer,
+    TimedShards,
+    allocate_tables,
+    ids_per_shard,
+    join_bags,
+    num_batches_beyond_cache,
+    parse_shards,
+)
+from meseta.measure.calibrate.tasks import ShardingTask, TaskShard, slice_bags
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
@@ -31,70 +38,70 @@ LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShare:
+class DeviceShards:
     """The pieces of one device."""
 
-    pieces: tuple[Piece, ...]
+    shards: tuple[TaskShard, ...]
     """Its own, ordered."""
-    replicas: tuple[Piece, ...]
+    replicas: tuple[TaskShard, ...]
     """Those that every device holds."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the device has nothing to do."""
-        return not (self.pieces or self.replicas)
+        return not (self.shards or self.replicas)
 
 
-class RankTimer(PieceTimer):
+class RankTimer(ShardTimer):
     """Times the operators that a rank of several runs on its share, as the sharded embedding calls them."""
 
-    def time_share(
-        self, task: dict[str, Any], pieces: list[Any], replicas: list[Any], num_ranks: int, threads: int
+    def time_device(
+        self, task: dict[str, Any], shards: list[Any], replicas: list[Any], num_ranks: int, threads: int
     ) -> list[float]:
         """Median seconds of (a lookup, an update) of a rank's own pieces and of its replicas, and the processors that
         others kept busy meanwhile. Raises MesetaError where they take more than the memory taken at the start."""
-        self.free()
-        parsed = Task.from_dict(task)
-        parts: list[_CutPieces | _Replicas] = []
-        if pieces:
-            parts.append(_CutPieces(self, parsed, as_pieces(pieces)))
+        self.free_all()
+        parsed = ShardingTask.from_dict(task)
+        parts: list[_StagedShards | _ReplicatedShards] = []
+        if shards:
+            parts.append(_StagedShards(self, parsed, parse_shards(shards)))
         if replicas:
-            parts.append(_Replicas(self, parsed, as_pieces(replicas), num_ranks))
-        number = num_batches(sum(part.touched_bytes for part in parts))
+            parts.append(_ReplicatedShards(self, parsed, parse_shards(replicas), num_ranks))
+        number = num_batches_beyond_cache(sum(part.touched_bytes for part in parts))
         for part in parts:
-            part.draw(number)
+            part.draw_batches(number)
 
         def look_up(batch: int) -> None:
             for part in parts:
-                part.look_up(batch)
+                part.run_lookup(batch)
 
         def step(batch: int, number: int) -> None:
             for part in parts:
-                part.step(batch, number)
+                part.run_update(batch, number)
 
         return self.time_steps(look_up, step, number, 1, threads)
 
 
-class _CutPieces(OwnPieces):
+class _StagedShards(TimedShards):
     """Pieces of which some hold a part of the columns of rows whose optimizer needs sums over whole rows: these are
     stepped in stages, all others in one fused pass."""
 
-    def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece]) -> None:
+    def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard]) -> None:
         super().__init__(timer, task, pieces)
-        self.shards = _shards(task, pieces, self.tables)
-        self.rows = [shard.begin() for shard in self.shards]
+        self.table_shards = _make_table_shards(task, pieces, self.tables)
+        self.rows = [shard.acquire() for shard in self.table_shards]
         dims = [task.tables[t].dim for t, _, _ in pieces]
         self.staged = [
-            n for n, width in enumerate(self.widths) if width < dims[n] and self.shards[n].optimizer.row_stats
+            n for n, width in enumerate(self.widths) if width < dims[n] and self.table_shards[n].optimizer.row_stats
         ]
         self.fused = group_shards(
-            self.shards,
+            self.table_shards,
             self.rows,
-            [FeatureGradient(n, n, 0, self.ends[n]) for n in range(len(pieces)) if n not in self.staged],
+            [FeatureGradient(n, n, 0, self.column_ends[n]) for n in range(len(pieces)) if n not in self.staged],
         )
         self.num_blocks = [-(-dim // COLUMN_BLOCK) for dim in dims]
 
-    def step(self, batch: int, number: int) -> None:
+    def run_update(self, batch: int, number: int) -> None:
         bags = self.batches[batch]
         for fused in self.fused:
             step_shards(fused, LEARNING_RATE, number, bags, [self.gradient])
@@ -102,15 +109,17 @@ class _CutPieces(OwnPieces):
             self._step_staged(bags, number)
 
     def _step_staged(self, bags: Bags, number: int) -> None:
-        ids = bags.ids.split(ids_of(bags))
+        ids = bags.ids.split(ids_per_shard(bags))
         lengths = bags.offsets.diff().split(bags.num_samples)
         staged = self.staged
-        samples = samples_of([ids[n] for n in staged], [lengths[n] for n in staged], bags.num_samples)
-        used, sums = [self.shards[n] for n in staged], []
+        samples = sample_indices([ids[n] for n in staged], [lengths[n] for n in staged], bags.num_samples)
+        used, sums = [self.table_shards[n] for n in staged], []
         for n, of_ids in zip(staged, samples, strict=True):
-            gradient = self.gradient[:, self.ends[n] : self.ends[n + 1]]
+            gradient = self.gradient[:, self.column_ends[n] : self.column_ends[n + 1]]
             sums.append(
-                sum_contributions(self.shards[n], [Contribution(ids[n], of_ids, gradient, of_ids)], bags.num_samples)
+                sum_contributions(
+                    self.table_shards[n], [GradientContribution(ids[n], of_ids, gradient, of_ids)], bags.num_samples
+                )
             )
         hypers = [Hyper(LEARNING_RATE, number, shard.spec.embedding_dim) for shard in used]
         update_rows(used, [self.rows[n] for n in staged], sums, hypers, self._gather, len(used[0].optimizer.row_stats))
@@ -128,71 +137,71 @@ class _CutPieces(OwnPieces):
         return whole
 
 
-class _Replicas:
+class _ReplicatedShards:
     """Rows that every rank holds: looked up for its own samples, whose gradients are added up; then every rank steps
     the rows that the whole batch has touched."""
 
-    def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece], num_ranks: int) -> None:
-        self.timer, self.task, self.pieces, self.num_samples = timer, task, pieces, task.batch_size // num_ranks
-        self.share = 1.0 / num_ranks
-        tables = take_tables(timer, task, make_row_optimizer(OptimizerSpec(name=task.optimizer)), pieces)
+    def __init__(self, timer: ShardTimer, task: ShardingTask, pieces: list[TaskShard], num_ranks: int) -> None:
+        self.timer, self.task, self.task_shards, self.num_samples = timer, task, pieces, task.batch_size // num_ranks
+        self.batch_share = 1.0 / num_ranks
+        tables = allocate_tables(timer, task, make_row_optimizer(OptimizerSpec(name=task.optimizer)), pieces)
         widths = [table.weight.shape[1] for table in tables]
         rows = [table.weight.shape[0] for table in tables]
-        self.lookup = LookupGroup(tuple(table.weight for table in tables), (False,) * len(pieces))
+        self.lookup_tables = LookupGroup(tuple(table.weight for table in tables), (False,) * len(pieces))
         self.gradient = 0.01 * torch.randn(self.num_samples, sum(widths))
         sizes = [*(a * b for a, b in zip(rows, widths, strict=True)), *rows]
-        self.buffer = timer.take((sum(sizes),), torch.float32)
+        self.buffer = timer.allocate((sum(sizes),), torch.float32)
         parts = self.buffer.split(sizes)
         self.sums = [part.view(a, b) for part, a, b in zip(parts, rows, widths, strict=False)]
-        self.num_marks = sum(rows)
-        self.first_rows = [sum(rows[:n]) for n in range(len(rows) + 1)]
-        self.add = UpdateGroup(
-            optimizer=SUM,
+        self.num_rows = sum(rows)
+        self.row_offsets = [sum(rows[:n]) for n in range(len(rows) + 1)]
+        self.sum_group = UpdateGroup(
+            optimizer=SUM_OPTIMIZER,
             tables=tuple(TableRows(a, {"ranks": b}) for a, b in zip(self.sums, parts[len(rows) :], strict=True)),
             embedding_dims=tuple(widths),
             features=tuple(FeatureGradient(n, n, 0, sum(widths[:n])) for n in range(len(rows))),
         )
-        shards = _shards(task, pieces, tables)
+        shards = _make_table_shards(task, pieces, tables)
         places = [FeatureGradient(n, n, n, per_id=True) for n in range(len(rows))]
-        self.fused = group_shards(shards, [shard.begin() for shard in shards], places)
+        self.fused = group_shards(shards, [shard.acquire() for shard in shards], places)
         self.batches: list[tuple[Bags, Tensor]] = []
-        self.draw(1)
-        touched = sum(count * width for count, width in zip(ids_of(self.batches[0][0]), widths, strict=True))
+        self.draw_batches(1)
+        touched = sum(count * width for count, width in zip(ids_per_shard(self.batches[0][0]), widths, strict=True))
         self.touched_bytes = 4 * touched + self.gradient.nbytes + self.buffer.nbytes
 
-    def draw(self, number: int) -> None:
+    def draw_batches(self, number: int) -> None:
         """Draw batches until there are so many: ids of this rank's samples, and marks [rows] on what the whole batch
         touches, which ranks learn when their gradients are added up."""
         for batch in range(len(self.batches), number):
-            own, marks = [], torch.zeros(self.num_marks)
-            for (t, rows, _), first in zip(self.pieces, self.first_rows, strict=False):
-                ids, lengths = cut_bags(*self.timer.draw(self.task, t, batch), rows)
+            own, marks = [], torch.zeros(self.num_rows)
+            for (t, rows, _), first in zip(self.task_shards, self.row_offsets, strict=False):
+                ids, lengths = slice_bags(*self.timer.draw_batch(self.task, t, batch), rows)
                 marks[first + torch.from_numpy(ids)] = 1.0
                 own.append((ids[: lengths[: self.num_samples].sum()], lengths[: self.num_samples]))
             bags = join_bags(own, self.num_samples)
             # Ids that stay at home are not sent, and so are as wide as they came.
             self.batches.append((replace(bags, ids=bags.ids.to(torch.int64)), marks))
 
-    def look_up(self, batch: int) -> None:
+    def run_lookup(self, batch: int) -> None:
         bags, _ = self.batches[batch]
-        lookup_group(self.lookup, bags.ids, bags.offsets, None)
+        lookup_group(self.lookup_tables, bags.ids, bags.offsets, None)
 
-    def step(self, batch: int, number: int) -> None:
+    def run_update(self, batch: int, number: int) -> None:
         """As meseta.embedding.replicas does, but for the sum over ranks."""
         bags, marks = self.batches[batch]
         self.buffer.zero_()
-        row_update(self.add, 1.0, 1, bags, [self.gradient])
-        self.buffer[: -self.num_marks] *= self.share
+        row_update(self.sum_group, 1.0, 1, bags, [self.gradient])
+        self.buffer[: -self.num_rows] *= self.batch_share
         touched = marks.nonzero().squeeze(1)
-        bounds = torch.searchsorted(touched, torch.tensor(self.first_rows))
+        bounds = torch.searchsorted(touched, torch.tensor(self.row_offsets))
         stops = bounds.tolist()
-        rows = [touched[a:b] - first for a, b, first in zip(stops[:-1], stops[1:], self.first_rows[:-1], strict=True)]
+        rows = [touched[a:b] - first for a, b, first in zip(stops[:-1], stops[1:], self.row_offsets[:-1], strict=True)]
         gradients = [total[own] for total, own in zip(self.sums, rows, strict=True)]
         for fused in self.fused:
             step_shards(fused, LEARNING_RATE, number, Bags(torch.cat(rows), bounds, 1), gradients)
 
 
-def _shards(task: Task, pieces: list[Piece], tables: list[TableRows]) -> list[TableShard]:
+def _make_table_shards(task: ShardingTask, pieces: list[TaskShard], tables: list[TableRows]) -> list[TableShard]:
     """The pieces as the embedding knows them."""
     specs, shards = task.workload().tables, []
     for (t, rows, columns), own in zip(pieces, tables, strict=True):

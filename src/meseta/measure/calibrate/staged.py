@@ -6,37 +6,41 @@ from dataclasses import replace
 
 import numpy as np
 
-from meseta.measure.calibrate.fit import Floats, non_negative
-from meseta.measure.calibrate.tasks import Task, TaskTable
-from meseta.measure.contest.team import Team
-from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.measure.calibrate.fit import Floats, nnls
+from meseta.measure.calibrate.tasks import ShardingTask, TaskTable
+from meseta.measure.harness.worker_group import WorkerGroup
+from meseta.planner.cost.loads import ShardArrays, WorkloadLoads
 from meseta.spec.cost_model import UpdateCost
 
-TABLES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0), (1_000_000, 32, 1.0),
+TABLE_SHAPES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0),
+                (1_000_000, 32, 1.0),
           (300_000, 128, 20.0), (3_000, 32, 30.0), (100_000, 64, 2.0))  # fmt: skip
 """Rows, columns, and ids a sample of the tables of which one half of the columns is timed."""
-TERMS = ("staged_shard_s", "staged_id_s", "staged_row_s")
+STAGED_COSTS = ("staged_shard_s", "staged_id_s", "staged_row_s")
 """Constants of UpdateCost that follow, which other measurements say nothing of."""
 NUM_TRIES = 3
 """Measurements of each, of which the fastest counts."""
 
 
-def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
+def measure_staged(team: WorkerGroup, num_threads: int, memory_bytes: float) -> Floats:
     """The constants [3] of TERMS, by a team of one RankTimer: half of a table's columns, stepped in stages, beside the
     same numbers stepped in one fused pass. Takes some two seconds. Tables of which a half takes more than
     `memory_bytes` are left out."""
     terms, extra_s = [], []
-    for seed, (num_rows, dim, pooling) in enumerate(TABLES):
+    for seed, (num_rows, dim, pooling) in enumerate(TABLE_SHAPES):
         if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # float32, and the sum of squares of each row
             continue
-        task = Task(seed=seed, tables=(TaskTable(num_rows=num_rows, dim=dim, pooling=pooling, distribution=seed % 3),))
+        task = ShardingTask(
+            seed=seed,
+            tables=(TaskTable(num_rows=num_rows, dim=dim, pooling_factor=pooling, distribution_index=seed % 3),),
+        )
         pieces = [(0, (0, num_rows), (0, dim // 2))]
-        shared = {"task": task.to_dict(), "pieces": pieces, "threads": num_threads}
-        staged_s = min(team.ask("time_share", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))
-        fused_s = min(team.ask("time_pieces", **shared, num_rounds=1)[1] for _ in range(NUM_TRIES))
+        shared = {"task": task.to_dict(), "shards": pieces, "threads": num_threads}
+        staged_s = min(team.call("time_device", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))
+        fused_s = min(team.call("time_shards", **shared, num_rounds=1)[1] for _ in range(NUM_TRIES))
         loads = WorkloadLoads(task.workload())
-        load = loads.loads(Pieces.of(0, (0, num_rows), (0, dim // 2)))
-        terms.append([1.0, float(load.ids[0]), float(load.distinct[0])])
+        load = loads.shard_loads(ShardArrays.from_values(0, (0, num_rows), (0, dim // 2)))
+        terms.append([1.0, float(load.num_ids[0]), float(load.num_distinct_rows[0])])
         extra_s.append(max(staged_s - fused_s, 0.0))
     return fit_staged(np.array(terms), np.array(extra_s))
 
@@ -46,7 +50,7 @@ def fit_staged(terms: Floats, extra_s: Floats) -> Floats:
     seconds [n], in proportion to them."""
     weights = 1.0 / np.maximum(extra_s, 1e-5)[:, None]
     scale = np.maximum(np.abs(terms * weights).max(axis=0), 1e-300)
-    return non_negative(terms * weights / scale, extra_s * weights[:, 0]) / scale
+    return nnls(terms * weights / scale, extra_s * weights[:, 0]) / scale
 
 
 def with_staged(update: UpdateCost, constants: Floats) -> UpdateCost:

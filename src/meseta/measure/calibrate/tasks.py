@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.measure.traffic import scatter
-from meseta.planner.cost.reuse import bins_of
-from meseta.planner.cost.sizes import cell_bytes
+from meseta.measure.synthetic_batches import permute_rows
+from meseta.planner.cost.reuse import nonempty_bins
+from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
 
-Piece = tuple[int, tuple[int, int], tuple[int, int]]
+TaskShard = tuple[int, tuple[int, int], tuple[int, int]]
 """(index of the table in its task, rows, columns)."""
 DIMS = (4, 8, 16, 32, 64, 128)
 MIN_TABLES, MAX_TABLES = 10, 60
 MIN_ROWS, MAX_ROWS = 1e3, 1e7
-MAX_POOLING = 32.0
+MAX_POOLING_FACTOR = 32.0
 BATCH_SIZE = 2048
 WINDOW_SAMPLES = 65_536
 _EDGES = (0, *(2**i for i in range(16)))
 # Rows and lookups by how often a row comes in a batch, of 856 and 788 tables like those of production models: locality
 # statistics of fbgemm_t856_bs65536, fbgemm_t856_bs65536_0 and fbgemm_t788_bs131072_0 in
 # github.com/facebookresearch/dlrm_datasets (MIT). Beyond the bins below, rows have no digits there.
-_ROWS = (
+_ROW_SHARES = (
     (0.473, 0.152, 0.139, 0.112, 0.072, 0.032, 0.011, 0.005, 0.002),
     (0.423, 0.165, 0.167, 0.121, 0.073, 0.031, 0.011, 0.004, 0.002),
     (0.342, 0.144, 0.149, 0.138, 0.112, 0.068, 0.029, 0.010, 0.004),
 )
 # fmt: off
-_LOOKUPS = (
+_LOOKUP_SHARES = (
     (0.069, 0.044, 0.068, 0.101, 0.121, 0.104, 0.073, 0.058, 0.052, 0.05, 0.049, 0.048, 0.048, 0.043, 0.031, 0.023,
      0.019),
     (0.056, 0.043, 0.075, 0.099, 0.112, 0.091, 0.064, 0.052, 0.049, 0.05, 0.054, 0.058, 0.061, 0.052, 0.038, 0.026,
@@ -43,7 +43,7 @@ _LOOKUPS = (
 # fmt: on
 
 
-def _distribution(rows: tuple[float, ...], lookups: tuple[float, ...]) -> Reuse:
+def _reuse_histogram(rows: tuple[float, ...], lookups: tuple[float, ...]) -> Reuse:
     """A histogram; rows that are too rare to be published come about sqrt(2) times their lower edge."""
     per_lookup = rows[0] / lookups[0]  # rows of the first bin come once
     known = len(rows)
@@ -58,7 +58,7 @@ def _distribution(rows: tuple[float, ...], lookups: tuple[float, ...]) -> Reuse:
 
 
 ID_DISTRIBUTIONS: tuple[Reuse | None, ...] = (
-    *(_distribution(rows, lookups) for rows, lookups in zip(_ROWS, _LOOKUPS, strict=True)),
+    *(_reuse_histogram(rows, lookups) for rows, lookups in zip(_ROW_SHARES, _LOOKUP_SHARES, strict=True)),
     None,
 )
 """How soon rows come again; the last: all rows alike."""
@@ -70,14 +70,14 @@ class TaskTable:
 
     num_rows: int
     dim: int
-    pooling: float
+    pooling_factor: float
     """Ids per sample, 1 and up; a bag has this many, rounded up or down."""
-    distribution: int
+    distribution_index: int
     """Index in ID_DISTRIBUTIONS."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ShardingTask:
     """Tables to place, and the batch that visits them."""
 
     seed: int
@@ -92,14 +92,14 @@ class Task:
         return asdict(self)
 
     @staticmethod
-    def from_dict(document: dict[str, Any]) -> Task:
+    def from_dict(document: dict[str, Any]) -> ShardingTask:
         """The inverse of `to_dict`."""
-        return Task(**{**document, "tables": tuple(TaskTable(**table) for table in document["tables"])})
+        return ShardingTask(**{**document, "tables": tuple(TaskTable(**table) for table in document["tables"])})
 
     @property
     def num_bytes(self) -> int:
         """Of all tables with their optimizer state."""
-        return sum(cell_bytes(own, own.num_embeddings, own.embedding_dim) for own in self.workload().tables)
+        return sum(shard_storage_bytes(own, own.num_embeddings, own.embedding_dim) for own in self.workload().tables)
 
     def workload(self) -> Workload:
         """The task as the planner takes it: tables t0, t1, ... and features f0, f1, ..."""
@@ -118,20 +118,22 @@ class Task:
             features=tuple(FeatureSpec(name=f"f{n}", table=table.name) for n, table in enumerate(tables)),
             batch_size=self.batch_size,
             loads={
-                f"f{n}": FeatureLoad(pooling_factor=table.pooling, reuse=ID_DISTRIBUTIONS[table.distribution])
+                f"f{n}": FeatureLoad(
+                    pooling_factor=table.pooling_factor, reuse=ID_DISTRIBUTIONS[table.distribution_index]
+                )
                 for n, table in enumerate(self.tables)
             },
         )
 
 
-def random_task(seed: int, *, max_bytes: float = 12e9) -> Task:
+def random_task(seed: int, *, max_bytes: float = 12e9) -> ShardingTask:
     """Task number `seed`: 10 to 60 tables of 1e3 to 1e7 rows (log-uniform), 4 to 128 columns, 1 to 32 ids a sample
     (log-uniform), and reuse as in production. Tasks whose tables take more than `max_bytes` with their optimizer state
     are drawn again."""
     random = np.random.default_rng([5, seed])
     while True:
         tables = tuple(random_table(random) for _ in range(int(random.integers(MIN_TABLES, MAX_TABLES + 1))))
-        task = Task(seed=seed, tables=tables)
+        task = ShardingTask(seed=seed, tables=tables)
         if task.num_bytes <= max_bytes:
             return task
 
@@ -141,28 +143,32 @@ def random_table(random: np.random.Generator, dims: Sequence[int] = DIMS, distri
     return TaskTable(
         num_rows=round(float(np.exp(random.uniform(np.log(MIN_ROWS), np.log(MAX_ROWS))))),
         dim=int(random.choice(dims)),
-        pooling=float(np.exp(random.uniform(0.0, np.log(MAX_POOLING)))),
-        distribution=int(random.integers(len(ID_DISTRIBUTIONS) - 1)) if distribution is None else distribution,
+        pooling_factor=float(np.exp(random.uniform(0.0, np.log(MAX_POOLING_FACTOR)))),
+        distribution_index=int(random.integers(len(ID_DISTRIBUTIONS) - 1)) if distribution is None else distribution,
     )
 
 
 def draw_bags(table: TaskTable, batch_size: int, seed: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """One batch of a table: (ids [nnz], lengths [B]). The same seed gives the same ids in every process."""
     random = np.random.default_rng(seed)
-    whole = int(table.pooling)
-    lengths = whole + (random.random(batch_size) < table.pooling - whole).astype(np.int64)
-    count, distribution = int(lengths.sum()), ID_DISTRIBUTIONS[table.distribution]
-    bins = None if distribution is None else bins_of(table.num_rows, WINDOW_SAMPLES * table.pooling, distribution)
+    whole = int(table.pooling_factor)
+    lengths = whole + (random.random(batch_size) < table.pooling_factor - whole).astype(np.int64)
+    count, distribution = int(lengths.sum()), ID_DISTRIBUTIONS[table.distribution_index]
+    bins = (
+        None
+        if distribution is None
+        else nonempty_bins(table.num_rows, WINDOW_SAMPLES * table.pooling_factor, distribution)
+    )
     if bins is None:
         return random.integers(0, table.num_rows, count), lengths
     size, _, share = bins
     stops = np.cumsum(size)
     own = np.searchsorted(np.cumsum(share)[:-1], random.random(count))
     ranks = (stops[own] - size[own] * (1.0 - random.random(count))).astype(np.int64)
-    return scatter(np.clip(ranks, 0, table.num_rows - 1), table.num_rows), lengths
+    return permute_rows(np.clip(ranks, 0, table.num_rows - 1), table.num_rows), lengths
 
 
-def cut_bags(
+def slice_bags(
     ids: NDArray[np.int64], lengths: NDArray[np.int64], rows: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What of a batch falls into a range of rows, counted from its first: (ids, lengths)."""

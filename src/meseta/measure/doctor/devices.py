@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.machine.system import System
+from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor.finding import Finding, note, ok, problem
-from meseta.measure.doctor.packages import Installed
+from meseta.measure.doctor.packages import VersionLookup
 from meseta.ops.core import InstructionSetError
-from meseta.telemetry.shown import byte_size
+from meseta.telemetry.formatting import format_bytes
 
-Fact = Mapping[str, Any]
+ProbeResult = Mapping[str, Any]
 
 
-def check_core(fact: Fact) -> Finding:
+def check_core(fact: ProbeResult) -> Finding:
     """Whether the compiled core loads."""
     error = fact.get("error")
     if error is None:
@@ -27,16 +27,16 @@ def check_core(fact: Fact) -> Finding:
     return problem("core", f"the compiled core does not load: {error}", way)
 
 
-def driver_version(system: System) -> str | None:
+def driver_version(system: KernelFiles) -> str | None:
     """Of NVIDIA's driver; None: it is not loaded."""
     version = system.read("sys/module/nvidia/version")
     if version:
         return version
-    words = (system.field("proc/driver/nvidia/version", "NVRM version") or "").split()
+    words = (system.read_field("proc/driver/nvidia/version", "NVRM version") or "").split()
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
+def check_gpu(fact: ProbeResult, torch: ProbeResult, system: KernelFiles) -> Finding:
     """GPUs that torch sees; facts of the probe's stages 'gpu' and 'torch'."""
     driver = driver_version(system)
     figures = {"devices": fact.get("devices", []), "driver": driver}
@@ -47,7 +47,9 @@ def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
         way = "set device=cpu to train without; else bring driver and torch together: a newer driver, or a torch for "
         return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **figures)
     if devices := fact["devices"]:
-        each = (f"{d['name']}, {byte_size(d['free_bytes'])} free of {byte_size(d['total_bytes'])}" for d in devices)
+        each = (
+            f"{d['name']}, {format_bytes(d['free_bytes'])} free of {format_bytes(d['total_bytes'])}" for d in devices
+        )
         text = "; ".join(f"{index}: {device}" for index, device in enumerate(each))
         return ok("GPU", text + (f"; driver {driver}" if driver else ""), **figures)
     if driver is None:
@@ -60,7 +62,7 @@ def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
     return note("GPU", text, way, **figures)
 
 
-def check_triton(fact: Fact, has_gpu: bool, installed: Installed) -> Finding:
+def check_triton(fact: ProbeResult, has_gpu: bool, installed: VersionLookup) -> Finding:
     """Whether Triton compiles a kernel, which only GPUs need."""
     version, error = installed("triton") or fact.get("version"), fact.get("error")
     if error is None:
@@ -79,7 +81,7 @@ def check_triton(fact: Fact, has_gpu: bool, installed: Installed) -> Finding:
     return problem("triton", text, way, version=version)
 
 
-def check_nccl(fact: Fact, num_gpus: int) -> Finding:
+def check_nccl(fact: ProbeResult, num_gpus: int) -> Finding:
     """Whether torch brings nccl, which several GPUs need."""
     if "error" in fact:
         return note("nccl", fact["error"])

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meseta.machine.files import direct_block_bytes
-from meseta.machine.system import System
+from meseta.machine.files import direct_io_block_bytes
+from meseta.machine.kernel import KernelFiles
 from meseta.measure.doctor.finding import Finding, note, ok, problem
-from meseta.telemetry.shown import byte_size
+from meseta.telemetry.formatting import format_bytes
 
 BLOCK_BYTES = 4 << 20
-FIRST_BYTES = 2 * BLOCK_BYTES
+WARMUP_BYTES = 2 * BLOCK_BYTES
 """Written first, to see how much fits into the time."""
-MOST_BYTES = 256 << 20
-LIMIT_S = 2.0
+MAX_BYTES = 256 << 20
+MEASUREMENT_WINDOW_S = 2.0
 """Seconds of writing, and of reading, roughly."""
-FULL_BYTES = 200_000_000
-LITTLE_BYTES = 10_000_000_000
-SLOW_BYTES_PER_S = 50e6
+MIN_FREE_BYTES = 200_000_000
+RECOMMENDED_FREE_BYTES = 10_000_000_000
+MIN_BYTES_PER_S = 50e6
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DiskSpeed:
     """After the page cache was asked to forget the file."""
 
 
-def measure(folder: Path, most_bytes: int = MOST_BYTES, limit_s: float = LIMIT_S) -> DiskSpeed:
+def measure_disk_speed(folder: Path, max_bytes: int = MAX_BYTES, window_s: float = MEASUREMENT_WINDOW_S) -> DiskSpeed:
     """Write a file twice and read it; it has no name where the system can do that, so that nothing is ever left.
 
     The faster pass counts: in the first one a virtual machine may still have to ask its host for the memory of the page
@@ -47,16 +47,16 @@ def measure(folder: Path, most_bytes: int = MOST_BYTES, limit_s: float = LIMIT_S
     """
     block = os.urandom(BLOCK_BYTES)  # a file system that compresses finds nothing to save
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        first_s = _write(file, block, FIRST_BYTES)
-        more = min(most_bytes - FIRST_BYTES, int(FIRST_BYTES / first_s * limit_s)) // 2
+        first_s = _time_write(file, block, WARMUP_BYTES)
+        more = min(max_bytes - WARMUP_BYTES, int(WARMUP_BYTES / first_s * window_s)) // 2
         num_bytes = max(more // BLOCK_BYTES, 1) * BLOCK_BYTES
-        write_s = min(_write(file, block, num_bytes) for _ in range(2))
+        write_s = min(_time_write(file, block, num_bytes) for _ in range(2))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return DiskSpeed(FIRST_BYTES + 2 * num_bytes, num_bytes / write_s, _read(file, limit_s))
+        return DiskSpeed(WARMUP_BYTES + 2 * num_bytes, num_bytes / write_s, _read_bytes_per_s(file, window_s))
 
 
-def _write(file: IO[bytes], block: bytes, num_bytes: int) -> float:
+def _time_write(file: IO[bytes], block: bytes, num_bytes: int) -> float:
     """Seconds to write blocks from the start of a file on, and to see them on the disk."""
     file.seek(0)
     start_s = time.perf_counter()
@@ -68,7 +68,7 @@ def _write(file: IO[bytes], block: bytes, num_bytes: int) -> float:
     return max(time.perf_counter() - start_s, 1e-9)
 
 
-def _read(file: IO[bytes], limit_s: float) -> float:
+def _read_bytes_per_s(file: IO[bytes], limit_s: float) -> float:
     """Bytes per second from the start of a file on."""
     buffer, done = bytearray(BLOCK_BYTES), 0
     file.seek(0)
@@ -78,7 +78,7 @@ def _read(file: IO[bytes], limit_s: float) -> float:
     return done / max(time.perf_counter() - start_s, 1e-9)
 
 
-def check_disk(folder: Path, system: System) -> Finding:
+def check_disk(folder: Path, system: KernelFiles) -> Finding:
     """Whether runs and data can be written to a folder, and how fast."""
     path, elsewhere = str(folder), "name a folder on another disk with --dir"
     figures: dict[str, Any] = {"dir": str(folder.absolute())}
@@ -91,10 +91,10 @@ def check_disk(folder: Path, system: System) -> Finding:
         free = shutil.disk_usage(folder).free
         kind = _file_system(folder, system)
         figures |= {"free_bytes": free, "file_system": kind}
-        text = f"{path}{f' ({kind})' if kind else ''}: {byte_size(free)} free"
-        if free < FULL_BYTES:
+        text = f"{path}{f' ({kind})' if kind else ''}: {format_bytes(free)} free"
+        if free < MIN_FREE_BYTES:
             return problem("disk", text, f"delete what is not needed, or {elsewhere}", **figures)
-        speed = measure(folder, min(MOST_BYTES, free // 4))
+        speed = measure_disk_speed(folder, min(MAX_BYTES, free // 4))
     except OSError as error:
         reason = error.strerror or str(error)
         way = f"make it writable (chmod, chown, or mount it so), or {elsewhere}"
@@ -104,9 +104,9 @@ def check_disk(folder: Path, system: System) -> Finding:
     text += f"; {rates[0] / 1e6:,.0f} MB/s written and synced, {rates[1] / 1e6:,.0f} MB/s read back"
     if kind in ("tmpfs", "ramfs"):
         return note("disk", f"{text}; it lies in memory and ends with the machine", elsewhere, **figures)
-    if min(rates) < SLOW_BYTES_PER_S:
+    if min(rates) < MIN_BYTES_PER_S:
         return note("disk", f"{text}: checkpoints will take long", elsewhere, **figures)
-    if free < LITTLE_BYTES:
+    if free < RECOMMENDED_FREE_BYTES:
         return note("disk", f"{text}: little room for data and checkpoints", elsewhere, **figures)
     return ok("disk", text, **figures)
 
@@ -116,7 +116,7 @@ def check_row_files(folder: Path, fact: Mapping[str, Any]) -> Finding:
     figures: dict[str, Any] = {"io_uring": "error" not in fact and fact.get("why_not") is None}
     how = "io_uring" if figures["io_uring"] else f"threads ({fact.get('error') or fact.get('why_not')})"
     try:
-        block_bytes, why_buffered = direct_block_bytes(folder)
+        block_bytes, why_buffered = direct_io_block_bytes(folder)
     except OSError as error:
         return note("row files", f"{how}; {str(folder)!r} cannot be written: {error.strerror or error}", **figures)
     figures |= {"direct": why_buffered is None, "block_bytes": block_bytes}
@@ -127,7 +127,7 @@ def check_row_files(folder: Path, fact: Mapping[str, Any]) -> Finding:
     return ok("row files", text, **figures)
 
 
-def _file_system(folder: Path, system: System) -> str | None:
+def _file_system(folder: Path, system: KernelFiles) -> str | None:
     """'ext4', 'tmpfs', ...: the kind of the mount that holds a folder, the last one mounted there."""
     place, best = folder.resolve(), ("", "")
     for line in (system.read("proc/self/mounts") or "").splitlines():

@@ -38,11 +38,11 @@ def ok(topic: str, text: str, **figures: Any) -> Finding:
     return Finding(topic, "ok", text, "", figures)
 
 
-def note(topic: str, text: str, way_out: str = "", **figures: Any) -> Finding:
+def note(topic: str, text: str, remedy: str = "", **figures: Any) -> Finding:
     """Good to know."""
-    return Finding(topic, "note", text, way_out, figures)
+    return Finding(topic, "note", text, remedy, figures)
 
 
-def problem(topic: str, text: str, way_out: str, **figures: Any) -> Finding:
+def problem(topic: str, text: str, remedy: str, **figures: Any) -> Finding:
     """Training, or a part of it, will fail."""
-    return Finding(topic, "problem", text, way_out, figures)
+    return Finding(topic, "problem", text, remedy, figures)

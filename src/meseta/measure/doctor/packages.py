@@ -39,7 +39,7 @@ OPTIONAL = {
 }
 """Package -> what it is for."""
 
-Installed = Callable[[str], str | None]
+VersionLookup = Callable[[str], str | None]
 """Package -> version, None where it is not installed."""
 
 
@@ -59,7 +59,7 @@ def check_meseta() -> Finding:
     return ok("meseta", text, **figures, python=platform.python_version(), interpreter=sys.executable)
 
 
-def check_torch(fact: Mapping[str, Any], installed: Installed) -> Finding:
+def check_torch(fact: Mapping[str, Any], installed: VersionLookup) -> Finding:
     """Whether torch loads, and what it was built for; `fact` is the probe's."""
     version = installed("torch")
     if "error" in fact:
@@ -73,7 +73,7 @@ def check_torch(fact: Mapping[str, Any], installed: Installed) -> Finding:
     return ok("torch", text, **fact)
 
 
-def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: Installed) -> Finding:
+def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: VersionLookup) -> Finding:
     """The packages that Meseta needs; torch's own finding tells whether it loads."""
     versions = {name: installed(name) for name in REQUIRED}
     wrong, wanted, broken = [], [], set[str]()
@@ -96,7 +96,7 @@ def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: Installed)
     return ok("packages", ", ".join(shown), **versions)
 
 
-def check_optional(installed: Installed) -> Finding:
+def check_optional(installed: VersionLookup) -> Finding:
     """Packages that Meseta can use and that are not here."""
     versions = {name: installed(name) for name in OPTIONAL}
     missing = [name for name, version in versions.items() if version is None]

@@ -17,25 +17,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meseta.errors import MesetaError
-from meseta.machine.variables import variables
-from meseta.measure.doctor.children import run_children
+from meseta.machine.environment_variables import environ
+from meseta.measure.doctor.child_processes import run_children
 from meseta.measure.doctor.packages import MODULES
 
-Fact = Mapping[str, Any]
+ProbeResult = Mapping[str, Any]
 """Result of a stage. One that failed has 'error', its text, and 'error_class' if an exception is the reason. One that
 was not run, because torch does not load, has 'skipped' as well as 'error'."""
-LIMIT_S = 120.0
-TRIED_BYTES = 64 << 20
+PROBE_TIMEOUT_S = 120.0
+HUGEPAGE_TEST_BYTES = 64 << 20
 """Of the tensor that shows whether 2 MB pages are given."""
 # A cached kernel would say nothing of today's compiler, and the interpreter nothing of any.
 ENVIRONMENT = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_INTERPRET": "0"}
-WITHOUT_TORCH = "not tried, since torch does not load"
+TORCH_UNAVAILABLE = "not tried, since torch does not load"
 
 
-def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
+def run_probes(limit_s: float = PROBE_TIMEOUT_S) -> dict[str, ProbeResult]:
     """What every stage found, in child processes: the stages after one that killed its process run in another."""
-    facts: dict[str, Fact] = {}
-    while left := [stage for stage in STAGES if stage not in facts]:
+    facts: dict[str, ProbeResult] = {}
+    while left := [stage for stage in PROBES if stage not in facts]:
         try:
             [child] = run_children(__name__, [ENVIRONMENT], limit_s, left)
         except OSError as error:
@@ -46,10 +46,10 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
             if "end" in message:
                 facts[message["end"]] = message["fact"]
         # One that began nothing would not begin the next stage either.
-        for stage in [begun] if begun else left if child.code != 0 else []:
+        for stage in [begun] if begun else left if child.exit_code != 0 else []:
             facts.setdefault(stage, {"error": child.reason})
         if "error" in facts.get("torch", {}):
-            facts |= {stage: {"error": WITHOUT_TORCH, "skipped": True} for stage in NEED_TORCH}
+            facts |= {stage: {"error": TORCH_UNAVAILABLE, "skipped": True} for stage in TORCH_PROBES}
     return facts
 
 
@@ -65,7 +65,7 @@ def main(stages: Sequence[str]) -> None:
     for stage in stages:
         say(begin=stage)
         try:
-            fact: Fact = STAGES[stage]()
+            fact: ProbeResult = PROBES[stage]()
         except Exception as error:  # whatever it is, it is told
             # A person reads "MesetaError" for all of our classes, a program which of them it is.
             name = MesetaError.__name__ if isinstance(error, MesetaError) else type(error).__name__
@@ -74,25 +74,25 @@ def main(stages: Sequence[str]) -> None:
         say(end=stage, fact=fact)
 
 
-def _torch() -> Fact:
+def _torch() -> ProbeResult:
     import torch
 
     return {
         "version": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "omp_num_threads": variables.get("OMP_NUM_THREADS"),
+        "omp_num_threads": environ.get("OMP_NUM_THREADS"),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
 
 
-def _processor() -> Fact:
+def _processor() -> ProbeResult:
     from meseta.ops import core
 
     return {"instruction_set": core.instruction_set(), "best": core.best_instruction_set()}
 
 
-def _core() -> Fact:
+def _core() -> ProbeResult:
     from meseta.ops import core
 
     chosen = core.instruction_set()
@@ -101,30 +101,30 @@ def _core() -> Fact:
     return {"instruction_set": chosen}
 
 
-def _io_uring() -> Fact:
-    from meseta.ops.row_file.engine import why_no_io_uring
+def _io_uring() -> ProbeResult:
+    from meseta.ops.row_file.engine import io_uring_unavailable_reason
 
-    return {"why_not": why_no_io_uring()}
+    return {"why_not": io_uring_unavailable_reason()}
 
 
-def _pages() -> Fact:
+def _pages() -> ProbeResult:
     """How much of a large tensor lies on 2 MB pages."""
     import torch
 
-    from meseta.machine.system import System
+    from meseta.machine.kernel import KernelFiles
     from meseta.ops.memory import empty
 
     def huge() -> int | None:
-        return System().bytes_of("proc/self/smaps_rollup", "AnonHugePages")
+        return KernelFiles().read_bytes_field("proc/self/smaps_rollup", "AnonHugePages")
 
     before = huge()
-    tensor = empty((TRIED_BYTES,), torch.uint8, keep=False).fill_(1)
+    tensor = empty((HUGEPAGE_TEST_BYTES,), torch.uint8, keep=False).fill_(1)
     after = huge()
     share = None if before is None or after is None else min((after - before) / tensor.numel(), 1.0)
     return {"huge_share": share}
 
 
-def _gpu() -> Fact:
+def _gpu() -> ProbeResult:
     import torch
 
     devices = []
@@ -137,7 +137,7 @@ def _gpu() -> Fact:
     return {"devices": devices}
 
 
-def _nccl() -> Fact:
+def _nccl() -> ProbeResult:
     import torch
 
     if not hasattr(torch._C, "_nccl_version"):
@@ -145,7 +145,7 @@ def _nccl() -> Fact:
     return {"version": ".".join(str(part) for part in torch.cuda.nccl.version())}
 
 
-def _triton() -> Fact:
+def _triton() -> ProbeResult:
     """Compile a kernel of ours, for the GPU that is here or for one that is not."""
     import torch
     import triton
@@ -153,27 +153,27 @@ def _triton() -> Fact:
     from meseta.ops import triton_shared
 
     if torch.cuda.is_available():
-        cell = torch.zeros(triton_shared.room_for_addresses(1), dtype=torch.int64, device="cuda")
+        cell = torch.zeros(triton_shared.padded_address_count(1), dtype=torch.int64, device="cuda")
         triton_shared.write_addresses(cell, [cell])
         if cell[0].item() != cell.data_ptr():
             raise RuntimeError("a compiled kernel wrote a wrong number")
         return {"version": triton.__version__, "target": "this GPU"}
-    kernel = triton_shared._write
+    kernel = triton_shared._write_addresses
     signature = dict.fromkeys(kernel.arg_names, "*i64")
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     triton.compile(triton.compiler.ASTSource(fn=kernel, signature=signature), target=target)
     return {"version": triton.__version__, "target": None}
 
 
-def _importer(module: str) -> Callable[[], Fact]:
-    def load() -> Fact:
+def _import_probe(module: str) -> Callable[[], ProbeResult]:
+    def load() -> ProbeResult:
         importlib.import_module(module)
         return {}
 
     return load
 
 
-STAGES: dict[str, Callable[[], Fact]] = {
+PROBES: dict[str, Callable[[], ProbeResult]] = {
     "torch": _torch,
     "processor": _processor,
     "core": _core,
@@ -182,9 +182,9 @@ STAGES: dict[str, Callable[[], Fact]] = {
     "gpu": _gpu,
     "nccl": _nccl,
     "triton": _triton,
-    **{f"import {module}": _importer(module) for module in MODULES.values() if module != "torch"},
+    **{f"import {module}": _import_probe(module) for module in MODULES.values() if module != "torch"},
 }
-NEED_TORCH = ("processor", "core", "io_uring", "pages", "gpu", "nccl", "triton")
+TORCH_PROBES = ("processor", "core", "io_uring", "pages", "gpu", "nccl", "triton")
 
 
 if __name__ == "__main__":

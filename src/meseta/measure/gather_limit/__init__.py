@@ -18,11 +18,11 @@ from torch import Tensor
 from meseta.ops.core import core
 from meseta.spec import MesetaError
 
-LEVELS = (1, 2, 3)
+CACHE_LEVELS = (1, 2, 3)
 """Cache that a prefetch brings a row to."""
-DISTANCES = (4, 8, 16, 32, 64, 128)
+PREFETCH_DISTANCES = (4, 8, 16, 32, 64, 128)
 """Ids that a prefetch is ahead."""
-BURSTS = (1, 32)
+PREFETCH_BURSTS = (1, 32)
 """Rows that are asked for at once: waits for the addresses of their pages then overlap."""
 
 
@@ -40,7 +40,7 @@ class PrefetchHint:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatherResult:
     """One pass over the ids."""
 
     checksum: int
@@ -51,7 +51,7 @@ class Gathered:
 
 def gather(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], prefetch: PrefetchHint, num_threads: int
-) -> Gathered:
+) -> GatherResult:
     """Read the rows of all ids once.
 
     Args:
@@ -76,14 +76,14 @@ def gather(
         )
     except ValueError as error:
         raise MesetaError(f"gather limit: {error}") from None
-    return Gathered(checksum=total, seconds=seconds)
+    return GatherResult(checksum=total, seconds=seconds)
 
 
 def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
 ) -> list[PrefetchHint]:
     """The `keep` fastest ways to prefetch here, the fastest first; each is tried three times, in turns."""
-    ways = [PrefetchHint(*way) for way in itertools.product(LEVELS, DISTANCES, BURSTS)]
+    ways = [PrefetchHint(*way) for way in itertools.product(CACHE_LEVELS, PREFETCH_DISTANCES, PREFETCH_BURSTS)]
     times: dict[PrefetchHint, list[float]] = {way: [] for way in ways}
     for _ in range(3):
         for way in ways:

@@ -26,14 +26,14 @@ using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cp
 using Line = uint32_t __attribute__((vector_size(64), aligned(4), may_alias));
 using HalfLine = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
 
-struct Table {
+struct UpdateTable {
   const char* rows;
   int64_t row_bytes, num_rows;
 };
 
 // Consecutive ids of one feature.
 struct Piece {
-  Table table;
+  UpdateTable table;
   const int64_t* ids;
   int64_t count;
 };
@@ -110,7 +110,7 @@ uint32_t gather_rows(const Piece& piece, int level, int64_t distance, int64_t bu
 }
 
 // Segment s reads table s % F. Cut so that each thread has several pieces, as the lookup's tasks.
-std::vector<Piece> cut(const std::vector<Table>& tables, const int64_t* ids, const std::vector<int64_t>& bounds,
+std::vector<Piece> cut(const std::vector<UpdateTable>& tables, const int64_t* ids, const std::vector<int64_t>& bounds,
                        int num_threads) {
   const int64_t longest = std::max<int64_t>((bounds.back() - bounds.front()) / (32 * int64_t(num_threads)), 1024);
   std::vector<Piece> pieces;
@@ -120,10 +120,10 @@ std::vector<Piece> cut(const std::vector<Table>& tables, const int64_t* ids, con
   return pieces;
 }
 
-void check(const std::vector<Table>& tables, Ids ids, const std::vector<int64_t>& bounds) {
+void check(const std::vector<UpdateTable>& tables, Ids ids, const std::vector<int64_t>& bounds) {
   if (tables.empty() || bounds.empty() || (bounds.size() - 1) % tables.size() != 0)
     throw std::invalid_argument("bounds must have one entry more than a multiple of the number of tables");
-  for (const Table& table : tables)
+  for (const UpdateTable& table : tables)
     if (table.row_bytes < 1 || table.num_rows < 1) throw std::invalid_argument("a table has no rows or no columns");
   if (bounds.front() != 0 || bounds.back() != int64_t(ids.shape(0)))
     throw std::invalid_argument("bounds must begin with 0 and end with the number of ids");
@@ -142,7 +142,7 @@ void check(const std::vector<Table>& tables, Ids ids, const std::vector<int64_t>
 std::pair<uint32_t, double> gather_limit(const std::vector<int64_t>& tables, Ids ids,
                                          const std::vector<int64_t>& bounds, int level, int64_t distance,
                                          int64_t burst, int num_threads) {
-  std::vector<Table> all;
+  std::vector<UpdateTable> all;
   for (size_t i = 0; i + 3 <= tables.size(); i += 3)
     all.push_back({reinterpret_cast<const char*>(tables[i]), tables[i + 1], tables[i + 2]});
   nb::gil_scoped_release unlocked;

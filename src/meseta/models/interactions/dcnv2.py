@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from meseta.config.models.interactions import DCNv2Config, Structure
-from meseta.models.base import ModelRequest
+from meseta.models.base import ModelBuildArgs
 from meseta.models.cross import CrossShape, MixtureCross, make_cross
-from meseta.models.interactions.stacking import CrossAndDeep
+from meseta.models.interactions.deep_cross import DeepCrossModel
 from meseta.models.layers import MLPOptions
 
 
-class DCNv2(CrossAndDeep):
+class DCNv2(DeepCrossModel):
     """DCN-V2, arXiv 2008.13535, section 3.
 
         x_0 = dense, e_1, ..., e_F side by side
@@ -58,10 +58,10 @@ class DCNv2(CrossAndDeep):
             seed=seed,
         )
         if isinstance(self.cross, MixtureCross):
-            self.cross.fill(seed, "cross")
+            self.cross.fill_inner(seed, "cross")
 
 
-def make_dcnv2(config: DCNv2Config, request: ModelRequest) -> DCNv2:
+def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:
     """The model of a config."""
     cross = CrossShape(
         kind=config.cross,

@@ -15,17 +15,17 @@ from meseta.comm import BatchSlice
 from meseta.config.models.interactions import DHENConfig, Ensemble, Interaction
 from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelRequest
+from meseta.models.base import ModelBuildArgs
 from meseta.models.cross import FullCross
-from meseta.models.fields import MixFields
+from meseta.models.fields import FieldMixer
 from meseta.models.global_layers import LayerNorm
 from meseta.models.interactions.vector_stack import VectorStack
-from meseta.models.layers import BlankLinear, MLPOptions, check_widths
+from meseta.models.layers import MLPOptions, SkipInitLinear, check_widths
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
-KERNEL = 3
+KERNEL_SIZE = 3
 """Vectors, and elements of a vector, that a convolution sees at once."""
 
 
@@ -50,7 +50,7 @@ class AttentionModule(nn.Module):
     def __init__(self, num_inputs: int, width: int, num_outputs: int, num_heads: int) -> None:
         super().__init__()
         self.attention = InteractingLayer(width, num_heads, width // num_heads)
-        self.mix = MixFields(num_inputs, num_outputs)
+        self.mix = FieldMixer(num_inputs, num_outputs)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
         return cast(Tensor, self.mix(self.attention(fields)))
@@ -62,7 +62,7 @@ class CrossModule(nn.Module):
     def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
         self.cross = FullCross(num_inputs * width, num_layers=1)
-        self.mix = MixFields(num_inputs, num_outputs)
+        self.mix = FieldMixer(num_inputs, num_outputs)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
         return cast(Tensor, self.mix(self.cross(fields.flatten(1)).view_as(fields)))
@@ -73,7 +73,7 @@ class DotModule(nn.Module):
 
     def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
-        self.linear = BlankLinear(width + math.comb(num_inputs, 2), num_outputs * width)
+        self.linear = SkipInitLinear(width + math.comb(num_inputs, 2), num_outputs * width)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
         products = dot_interaction(fields[:, 0].contiguous(), fields[:, 1:].flatten(1))
@@ -85,14 +85,14 @@ class ConvolutionModule(nn.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int, num_channels: int) -> None:
         super().__init__()
-        self.kernel = BlankLinear(KERNEL * KERNEL, num_channels)
-        self.mix = MixFields(num_channels * num_inputs, num_outputs)
+        self.kernel = SkipInitLinear(KERNEL_SIZE * KERNEL_SIZE, num_channels)
+        self.mix = FieldMixer(num_channels * num_inputs, num_outputs)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B L D"]:
         _, height, width = fields.shape
-        around = functional.pad(fields, [KERNEL // 2] * 4)
+        around = functional.pad(fields, [KERNEL_SIZE // 2] * 4)
         seen = torch.stack(
-            [around[:, i : i + height, j : j + width] for i in range(KERNEL) for j in range(KERNEL)], dim=3
+            [around[:, i : i + height, j : j + width] for i in range(KERNEL_SIZE) for j in range(KERNEL_SIZE)], dim=3
         )
         channels = self.kernel(seen.flatten(0, 2)).unflatten(0, seen.shape[:3])  # [B, M, D, channels]
         return cast(Tensor, self.mix(channels.permute(0, 3, 1, 2).flatten(1, 2)))
@@ -109,7 +109,7 @@ def make_interaction(kind: Interaction, num_inputs: int, width: int, num_outputs
             return DotModule(num_inputs, width, num_outputs)
         case "convolution":
             return ConvolutionModule(num_inputs, num_outputs, shape.num_channels)
-    return MixFields(num_inputs, num_outputs)
+    return FieldMixer(num_inputs, num_outputs)
 
 
 class DHENLayer(nn.Module):
@@ -131,16 +131,16 @@ class DHENLayer(nn.Module):
             }
         )
         self.weights = nn.Parameter(torch.ones(len(outputs))) if shape.ensemble == "weighted" else None
-        self.shortcut = None if num_inputs == self.num_outputs else MixFields(num_inputs, self.num_outputs)
+        self.shortcut = None if num_inputs == self.num_outputs else FieldMixer(num_inputs, self.num_outputs)
         self.norm = LayerNorm(width)
 
     def forward(self, fields: Float[Tensor, "B M D"], batch: BatchSlice | None) -> Float[Tensor, "B L D"]:
         """Nothing here reads where the samples lie in `batch`."""
         made = [interaction(fields) for interaction in self.interactions.values()]
         shortcut = fields if self.shortcut is None else self.shortcut(fields)
-        return cast(Tensor, self.norm(self._together(made) + shortcut))
+        return cast(Tensor, self.norm(self._combine(made) + shortcut))
 
-    def _together(self, made: Sequence[Float[Tensor, "B _L D"]]) -> Float[Tensor, "B L D"]:
+    def _combine(self, made: Sequence[Float[Tensor, "B _L D"]]) -> Float[Tensor, "B L D"]:
         if self.ensemble == "concat":
             return torch.cat(list(made), dim=1)
         stacked = torch.stack(list(made), dim=1)
@@ -223,7 +223,7 @@ def _check_shape(shape: DHENShape, num_vectors: int, width: int) -> None:
         )
 
 
-def make_dhen(config: DHENConfig, request: ModelRequest) -> DHEN:
+def make_dhen(config: DHENConfig, request: ModelBuildArgs) -> DHEN:
     """The model of a config."""
     return DHEN(
         request.embeddings,

@@ -13,13 +13,13 @@ from torch.nn import functional
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import FinalNetConfig, Residual
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, OfDense, ScoringModel
-from meseta.models.fields import Fields, MixFields, equal_width
-from meseta.models.layers import BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
+from meseta.models.base import DenseActivations, ModelBuildArgs, ScoringModel
+from meseta.models.fields import FieldMixer, FieldVectors, common_width
+from meseta.models.layers import HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
 from meseta.ops.sums import add_product
 from meseta.spec import MesetaError
 
-MUTUAL_TERMS = ("first_block", "second_block")
+MUTUAL_LOSS_TERMS = ("first_block", "second_block")
 """Names of the terms of the mutual loss."""
 
 
@@ -48,11 +48,11 @@ class FinalBlock(HiddenLayers):
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(
-            BlankLinear(before, width if shape.residual == "concat" else 2 * width)
+            SkipInitLinear(before, width if shape.residual == "concat" else 2 * width)
             for before, width in zip([num_inputs, *widths], widths, strict=False)
         )
-        self.head = BlankLinear(widths[-1], 1)
-        self.set_hidden(widths, options, name)
+        self.head = SkipInitLinear(widths[-1], 1)
+        self.set_hidden_layers(widths, options, name)
 
     def extra_repr(self) -> str:
         """Shown with the module."""
@@ -60,12 +60,12 @@ class FinalBlock(HiddenLayers):
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, " B"]:
         """The block's logit, w . (outputs of the last layer) + b."""
-        placed = self.place(batch, x)
+        placed = self.resolve_batch_slice(batch, x)
         for index, layer in enumerate(self.layers):
             a, g = layer(x).chunk(2, dim=1)
             x = torch.cat([a, a * g], dim=1) if self.shape.residual == "concat" else add_product(a, a, g)
-            x = self.normalise(index, x, placed)
-            x = self.drop(index, functional.relu(x) if self.shape.relu else x, placed)
+            x = self.normalize(index, x, placed)
+            x = self.apply_dropout(index, functional.relu(x) if self.shape.relu else x, placed)
         return cast(Tensor, self.head(x.to(self.head.weight.dtype))).squeeze(1)
 
 
@@ -77,13 +77,13 @@ class FieldGate(nn.Module):
 
     def __init__(self, num_fields: int) -> None:
         super().__init__()
-        self.gates = MixFields(num_fields, num_fields, bias=True)
+        self.gates = FieldMixer(num_fields, num_fields, bias=True)
 
     def forward(self, fields: Float[Tensor, "B M D"]) -> Float[Tensor, "B two_M D"]:
         return torch.cat([fields, fields * self.gates(fields)], dim=1)
 
     @torch.no_grad()
-    def open(self) -> None:
+    def init_weights(self) -> None:
         """Set the initial weights."""
         self.gates.linear.weight.zero_()
         self.gates.linear.bias.fill_(1.0)
@@ -136,8 +136,8 @@ class FinalNet(ScoringModel):
                         "'concat' puts two halves together: make it even, or take residual 'sum'"
                     )
         self.options = options or MLPOptions()
-        width = equal_width("FinalNet", self.dims)
-        self.fields = Fields(num_dense, len(self.dims), width, seed)
+        width = common_width("FinalNet", self.dims)
+        self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         self.field_gate = FieldGate(self.fields.num_fields) if shape.field_gate else None
         num_inputs = self.fields.num_fields * width
         self.blocks = nn.ModuleList(
@@ -150,12 +150,12 @@ class FinalNet(ScoringModel):
             )
             for index, widths in enumerate(blocks)
         )
-        self.loss_terms = MUTUAL_TERMS if shape.mutual_loss and len(blocks) > 1 else ()
+        self.loss_terms = MUTUAL_LOSS_TERMS if shape.mutual_loss and len(blocks) > 1 else ()
         fill_linear(self, seed)
         if self.field_gate is not None:
-            self.field_gate.open()
+            self.field_gate.init_weights()
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """Their vectors."""
         return cast(Tensor, self.fields(dense))
 
@@ -164,10 +164,10 @@ class FinalNet(ScoringModel):
         return self.block_logits(x, pooled).mean(dim=1)
 
     def score_with_losses(
-        self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"], label: Tensor
+        self, dense: Float[Tensor, "B num_dense"] | DenseActivations, pooled: Float[Tensor, "B sum_of_D"], label: Tensor
     ) -> tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]:
         """What `score` returns, and the terms of the mutual loss, which need no label."""
-        of_blocks = self.block_logits(self.read(dense, pooled), pooled)
+        of_blocks = self.block_logits(self.resolve_dense(dense, pooled), pooled)
         logits = of_blocks.mean(dim=1)
         together = logits.detach().sigmoid()
         return logits, {
@@ -177,14 +177,14 @@ class FinalNet(ScoringModel):
 
     def block_logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B blocks"]:
         """The logit of each block, of what `of_dense` has returned."""
-        fields = self.options.in_dtype(self.fields.beside(x, pooled))
+        fields = self.options.cast(self.fields.concat_sparse(x, pooled))
         inputs = [fields if self.field_gate is None else self.field_gate(fields), fields]
         return torch.stack(
             [block(e.flatten(1), self.batch_slice) for block, e in zip(self.blocks, inputs, strict=False)], dim=1
         )
 
 
-def make_final(config: FinalNetConfig, request: ModelRequest) -> FinalNet:
+def make_final(config: FinalNetConfig, request: ModelBuildArgs) -> FinalNet:
     """The model of a config."""
     return FinalNet(
         request.embeddings,

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from meseta.config.models.interactions import FinalMLPConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
+from meseta.models.base import ModelBuildArgs, ScoringModel
 from meseta.models.fields import INITIAL_STD
-from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_linear
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_linear
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
 from meseta.ops.sums import repeat
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class BilinearFusion(nn.Module):
 
     def __init__(self, widths: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        self.first = BlankLinear(widths[0], 1)
-        self.second = BlankLinear(widths[1], 1, bias=False)
+        self.first = SkipInitLinear(widths[0], 1)
+        self.second = SkipInitLinear(widths[1], 1, bias=False)
         self.heads = nn.Parameter(torch.empty(num_heads, widths[1] // num_heads, widths[0] // num_heads))
 
     def forward(self, first: Float[Tensor, "B N"], second: Float[Tensor, "B K"]) -> Float[Tensor, " B"]:
@@ -123,7 +123,9 @@ class FinalMLP(ScoringModel):
             _check_stream(f"stream {number}", stream, num_heads)
         num_inputs = num_dense + self.pooled_width
         self.gates = nn.ModuleList(
-            FeatureGate(self._columns(stream), max(self.dims.values()), num_inputs, stream.gate_mlp, self.options)
+            FeatureGate(
+                self._context_columns(stream), max(self.dims.values()), num_inputs, stream.gate_mlp, self.options
+            )
             for stream in (streams if feature_gates else ())
         )
         self.streams = nn.ModuleList(
@@ -141,24 +143,24 @@ class FinalMLP(ScoringModel):
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The logits above."""
-        e = self.options.in_dtype(torch.cat([x, pooled], dim=1))
-        weighed = [gate(e, self._context(cast(FeatureGate, gate), pooled)) for gate in self.gates] or [e, e]
+        e = self.options.cast(torch.cat([x, pooled], dim=1))
+        weighed = [gate(e, self._gate_context(cast(FeatureGate, gate), pooled)) for gate in self.gates] or [e, e]
         first, second = (
             stream(h, self.batch_slice).to(self.fusion.heads.dtype)
             for stream, h in zip(self.streams, weighed, strict=True)
         )
         return cast(Tensor, self.fusion(first, second))
 
-    def _context(self, gate: FeatureGate, pooled: Tensor) -> Tensor | None:
+    def _gate_context(self, gate: FeatureGate, pooled: Tensor) -> Tensor | None:
         """What the gate reads of the pooled rows."""
         return torch.cat([pooled[:, part] for part in gate.columns], dim=1) if gate.columns else None
 
-    def _columns(self, stream: StreamShape) -> list[slice]:
+    def _context_columns(self, stream: StreamShape) -> list[slice]:
         """Where the pooled rows of the stream's context stand."""
         ends = dict(zip(self.dims, accumulate(self.dims.values()), strict=True))
         for feature in stream.context:
             if feature not in ends:
-                raise MesetaError(f"FinalMLP: a gate's context is no feature: {feature!r}; {nearest(feature, ends)}")
+                raise MesetaError(f"FinalMLP: a gate's context is no feature: {feature!r}; {suggest(feature, ends)}")
         return [slice(ends[feature] - self.dims[feature], ends[feature]) for feature in stream.context]
 
     def _set_initial_weights(self, seed: int) -> None:
@@ -181,7 +183,7 @@ def _check_stream(name: str, stream: StreamShape, num_heads: int) -> None:
         )
 
 
-def make_finalmlp(config: FinalMLPConfig, request: ModelRequest) -> FinalMLP:
+def make_finalmlp(config: FinalMLPConfig, request: ModelBuildArgs) -> FinalMLP:
     """The model of a config."""
     return FinalMLP(
         request.embeddings,

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from meseta.config.models.interactions import GDCNConfig, Structure
-from meseta.models.base import ModelRequest
+from meseta.models.base import ModelBuildArgs
 from meseta.models.cross import GatedCross
-from meseta.models.interactions.stacking import CrossAndDeep
+from meseta.models.interactions.deep_cross import DeepCrossModel
 from meseta.models.layers import MLPOptions, check_widths
 
 
-class GDCN(CrossAndDeep):
+class GDCN(DeepCrossModel):
     """Gated deep and cross network, arXiv 2311.04635, section 3.
 
         c_0 = dense, e_1, ..., e_F side by side
@@ -52,7 +52,7 @@ class GDCN(CrossAndDeep):
         )
 
 
-def make_gdcn(config: GDCNConfig, request: ModelRequest) -> GDCN:
+def make_gdcn(config: GDCNConfig, request: ModelBuildArgs) -> GDCN:
     """The model of a config."""
     return GDCN(
         request.embeddings,

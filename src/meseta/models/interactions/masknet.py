@@ -13,10 +13,10 @@ from torch.nn import functional
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import MaskNetConfig, MaskStructure
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import Fields, equal_width
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.fields import FieldVectors, common_width
 from meseta.models.global_layers import LayerNorm
-from meseta.models.layers import MLP, BlankLinear, HiddenLayers, MLPOptions, check_widths, fill_linear
+from meseta.models.layers import MLP, HiddenLayers, MLPOptions, SkipInitLinear, check_widths, fill_linear
 from meseta.ops.mlp import mlp
 from meseta.spec import MesetaError
 
@@ -43,9 +43,9 @@ class MaskBlock(nn.Module):
     def __init__(self, num_vectors: int, num_inputs: int, num_outputs: int, reduction: float) -> None:
         """v has `num_vectors` numbers, x has `num_inputs`; W_d1 has `reduction` times the latter, at least 1."""
         super().__init__()
-        self.aggregation = BlankLinear(num_vectors, max(1, round(reduction * num_inputs)))
-        self.projection = BlankLinear(self.aggregation.out_features, num_inputs)
-        self.hidden = BlankLinear(num_inputs, num_outputs, bias=False)
+        self.aggregation = SkipInitLinear(num_vectors, max(1, round(reduction * num_inputs)))
+        self.projection = SkipInitLinear(self.aggregation.out_features, num_inputs)
+        self.hidden = SkipInitLinear(num_inputs, num_outputs, bias=False)
         self.norm = LayerNorm(num_outputs)
 
     def forward(self, v: Float[Tensor, "B M_D"], x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
@@ -61,25 +61,25 @@ class MaskBlocks(HiddenLayers):
         super().__init__()
         widths, serial = shape.widths, shape.structure == "serial"
         inputs = [num_vectors, *widths[:-1]] if serial else [num_vectors] * len(widths)
-        self.serial = serial
+        self.is_serial = serial
         self.blocks = nn.ModuleList(
             MaskBlock(num_vectors, num_inputs, width, shape.reduction)
             for num_inputs, width in zip(inputs, widths, strict=True)
         )
-        self.set_hidden(widths, replace(options, batch_norm=False), "blocks")
+        self.set_hidden_layers(widths, replace(options, batch_norm=False), "blocks")
         self.num_outputs = widths[-1] if serial else sum(widths)
 
     def forward(
         self, v: Float[Tensor, "B M_D"], x: Float[Tensor, "B M_D"], batch: BatchSlice | None
     ) -> Float[Tensor, "B outputs"]:
         """`v` are the vectors of a sample side by side, x the same normalised."""
-        placed = self.place(batch, x)
+        placed = self.resolve_batch_slice(batch, x)
         outputs = []
         for index, block in enumerate(self.blocks):
-            outputs.append(self.drop(index, block(v, x), placed))
-            if self.serial:
+            outputs.append(self.apply_dropout(index, block(v, x), placed))
+            if self.is_serial:
                 x = outputs[-1]
-        return x if self.serial else torch.cat(outputs, dim=1)
+        return x if self.is_serial else torch.cat(outputs, dim=1)
 
 
 class MaskNet(ScoringModel):
@@ -132,8 +132,8 @@ class MaskNet(ScoringModel):
                 "MaskNet: batch_norm is for hidden layers of the MLP on parallel blocks; there are none, so that it "
                 "would change nothing; MaskBlocks have layer norms: leave it out"
             )
-        width = equal_width("MaskNet", self.dims)
-        self.fields = Fields(num_dense, len(self.dims), width, seed)
+        width = common_width("MaskNet", self.dims)
+        self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         num_fields = self.fields.num_fields
         self.norm = LayerNorm(num_fields, width)
         self.blocks = MaskBlocks(num_fields * width, shape, self.options)
@@ -141,18 +141,18 @@ class MaskNet(ScoringModel):
         self.deep_mlp = MLP(widths, relu_last=False, options=self.options, name="deep_mlp")
         fill_linear(self, seed)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """Their vectors."""
         return cast(Tensor, self.fields(dense))
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The logits above."""
-        vectors = self.options.in_dtype(self.fields.beside(x, pooled))
+        vectors = self.options.cast(self.fields.concat_sparse(x, pooled))
         hidden = self.blocks(vectors.flatten(1), self.norm(vectors).flatten(1), self.batch_slice)
         return cast(Tensor, self.deep_mlp(hidden, self.batch_slice)).squeeze(1)
 
 
-def make_masknet(config: MaskNetConfig, request: ModelRequest) -> MaskNet:
+def make_masknet(config: MaskNetConfig, request: ModelBuildArgs) -> MaskNet:
     """The model of a config."""
     return MaskNet(
         request.embeddings,

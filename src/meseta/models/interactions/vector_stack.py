@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
-from meseta.models.fields import DenseVector, equal_width
+from meseta.models.fields import DenseVector, common_width
 from meseta.models.layers import MLP, MLPOptions, fill_linear
 
 
@@ -29,7 +29,7 @@ class VectorStack(ScoringModel):
     ) -> None:
         """All below the layers, which `set_layers` puts on it; for the arguments see the models."""
         super().__init__(embeddings, num_dense)
-        self.width = equal_width(type(self).__name__, self.dims)
+        self.width = common_width(type(self).__name__, self.dims)
         self.bottom = DenseVector(num_dense, bottom_mlp, self.width, options, "bottom")
         self.num_vectors = self.bottom.num_vectors + len(self.dims)
         """That the first layer reads."""
@@ -53,7 +53,7 @@ class VectorStack(ScoringModel):
         self.top_mlp = MLP([num_vectors * self.width, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         fill_linear(self, seed)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """Their vector."""
         return cast(Tensor, self.bottom(dense, self.batch_slice))
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meseta.comm import BatchSlice
 from meseta.config.models.interactions import WukongConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest
-from meseta.models.fields import MixFields
+from meseta.models.base import ModelBuildArgs
+from meseta.models.fields import FieldMixer
 from meseta.models.global_layers import LayerNorm
 from meseta.models.interactions.vector_stack import VectorStack
 from meseta.models.layers import MLP, MLPOptions, check_widths
@@ -43,13 +43,13 @@ class FactorizationMachineBlock(nn.Module):
 
     def __init__(self, num_inputs: int, width: int, shape: WukongShape, options: MLPOptions | None, name: str) -> None:
         super().__init__()
-        self.projection = MixFields(num_inputs, shape.rank)
+        self.projection = FieldMixer(num_inputs, shape.rank)
         self.norm = LayerNorm(num_inputs * shape.rank)
         widths = [num_inputs * shape.rank, *shape.fm_mlp, shape.fm_vectors * width]
         self.mlp = MLP(widths, relu_last=False, options=options, name=f"{name}.mlp")
 
     def forward(self, fields: Float[Tensor, "B N D"], batch: BatchSlice | None) -> Float[Tensor, "B n_F D"]:
-        products = batched_product(fields, self.projection.columns(fields))
+        products = batched_product(fields, self.projection.mix_columns(fields))
         made = self.mlp(self.norm(products.flatten(1)), batch)
         return cast(Tensor, made).to(fields.dtype).unflatten(1, (-1, fields.shape[2]))
 
@@ -64,8 +64,8 @@ class WukongLayer(nn.Module):
         super().__init__()
         self.num_outputs = shape.fm_vectors + shape.linear_vectors
         self.fm_block = FactorizationMachineBlock(num_inputs, width, shape, options, f"{name}.fm_block")
-        self.linear_block = MixFields(num_inputs, shape.linear_vectors)
-        self.residual = None if num_inputs == self.num_outputs else MixFields(num_inputs, self.num_outputs)
+        self.linear_block = FieldMixer(num_inputs, shape.linear_vectors)
+        self.residual = None if num_inputs == self.num_outputs else FieldMixer(num_inputs, self.num_outputs)
         self.norm = LayerNorm(width)
 
     def forward(self, fields: Float[Tensor, "B N D"], batch: BatchSlice | None) -> Float[Tensor, "B outputs D"]:
@@ -120,7 +120,7 @@ class Wukong(VectorStack):
         )
 
 
-def make_wukong(config: WukongConfig, request: ModelRequest) -> Wukong:
+def make_wukong(config: WukongConfig, request: ModelBuildArgs) -> Wukong:
     """The model of a config."""
     return Wukong(
         request.embeddings,

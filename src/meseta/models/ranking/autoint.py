@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from meseta.config.models.classic import AutoIntConfig
 from meseta.jagged.shapes import Float
 from meseta.models.attention import InteractingLayer
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import Fields, equal_width
-from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.fields import FieldVectors, common_width
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
 
 
 class AutoInt(ScoringModel):
@@ -54,17 +54,17 @@ class AutoInt(ScoringModel):
         super().__init__(embeddings, num_dense)
         check_widths("AutoInt", "deep_mlp", deep_mlp)
         check_widths("AutoInt", "attention", attention)
-        width = equal_width("AutoInt", self.dims)
+        width = common_width("AutoInt", self.dims)
         num_layers, num_heads, head_width = attention
-        self.fields = Fields(num_dense, len(self.dims), width, seed)
+        self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         inputs = [width] + [num_heads * head_width] * num_layers
         self.interacting = nn.ModuleList(InteractingLayer(n, num_heads, head_width) for n in inputs[:-1])
-        self.head = BlankLinear(self.fields.num_fields * inputs[-1], 1)
+        self.head = SkipInitLinear(self.fields.num_fields * inputs[-1], 1)
         widths = [self.fields.num_fields * width, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp") if deep_mlp else None
         self._set_initial_weights(seed)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """Their vectors."""
         return cast(Tensor, self.fields(dense))
 
@@ -87,7 +87,7 @@ class AutoInt(ScoringModel):
             fill_glorot(self.deep_mlp, seed)
 
 
-def make_autoint(config: AutoIntConfig, request: ModelRequest) -> AutoInt:
+def make_autoint(config: AutoIntConfig, request: ModelBuildArgs) -> AutoInt:
     """The model of a config."""
     return AutoInt(
         request.embeddings,

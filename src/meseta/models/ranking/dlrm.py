@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.initial import fill_normal
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.initialization import fill_normal
 from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.spec import MesetaError
 
 
-class BottomAndTop(ScoringModel):
+class DLRMBase(ScoringModel):
     """What DLRM and DLRM-DCNv2 have in common: dense inputs pass a bottom MLP, which is not built where there are none,
     and a top MLP gives the logits."""
 
     top_mlp: MLP
 
-    def set_bottom(self, widths: Sequence[int], options: MLPOptions | None) -> None:
+    def set_bottom_mlp(self, widths: Sequence[int], options: MLPOptions | None) -> None:
         """`widths` are those of the bottom MLP's layers, ReLU after each."""
         self.bottom_mlp = (
             MLP([self.num_dense, *widths], relu_last=True, options=options, name="bottom_mlp")
@@ -32,7 +32,7 @@ class BottomAndTop(ScoringModel):
             else None
         )
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         """What the bottom MLP makes of them."""
         return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
 
@@ -44,7 +44,7 @@ class BottomAndTop(ScoringModel):
                     yield f"{stack.name}.{index}", layer
 
 
-class DLRM(BottomAndTop):
+class DLRM(DLRMBase):
     """Deep learning recommendation model, arXiv 1906.00091, sections 2.1 and 2.2.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -87,7 +87,7 @@ class DLRM(BottomAndTop):
         if not bottom_mlp:
             raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
         self.interaction = interaction
-        self.set_bottom(bottom_mlp, options)
+        self.set_bottom_mlp(bottom_mlp, options)
         width = bottom_mlp[-1] if num_dense else 0
         if interaction == "dot":
             _check_equal_widths(self.dims, bottom_mlp[-1])
@@ -99,9 +99,9 @@ class DLRM(BottomAndTop):
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of x and its interactions."""
-        return self.top_mlp(self._interactions(x, pooled), self.batch_slice).squeeze(1)
+        return self.top_mlp(self._interact(x, pooled), self.batch_slice).squeeze(1)
 
-    def _interactions(self, x: Tensor, pooled: Tensor) -> Tensor:
+    def _interact(self, x: Tensor, pooled: Tensor) -> Tensor:
         """What the top MLP reads."""
         if not self.has_pairs:
             return torch.cat([x, pooled.to(x.dtype)], dim=1)
@@ -128,7 +128,7 @@ def _check_equal_widths(dims: dict[str, int], width: int) -> None:
             )
 
 
-def make_dlrm(config: DLRMConfig, request: ModelRequest) -> DLRM:
+def make_dlrm(config: DLRMConfig, request: ModelBuildArgs) -> DLRM:
     """The model of a config."""
     return DLRM(
         request.embeddings,

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMDCNv2Config
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest
+from meseta.models.base import ModelBuildArgs
 from meseta.models.cross import LowRankCross
-from meseta.models.initial import fill_uniform
+from meseta.models.initialization import fill_uniform
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_linear
-from meseta.models.ranking.dlrm import BottomAndTop
+from meseta.models.ranking.dlrm import DLRMBase
 from meseta.spec import MesetaError
 
 
-class DLRMDCNv2(BottomAndTop):
+class DLRMDCNv2(DLRMBase):
     """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -63,7 +63,7 @@ class DLRMDCNv2(BottomAndTop):
         if not bottom_mlp:
             raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
         num_crossed = bottom_mlp[-1] * bool(num_dense) + self.pooled_width
-        self.set_bottom(bottom_mlp, options)
+        self.set_bottom_mlp(bottom_mlp, options)
         self.cross = LowRankCross(num_crossed, *cross)
         self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
@@ -81,7 +81,7 @@ class DLRMDCNv2(BottomAndTop):
         fill_linear(self.cross, seed, "cross")
 
 
-def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelRequest) -> DLRMDCNv2:
+def make_dlrm_dcnv2(config: DLRMDCNv2Config, request: ModelBuildArgs) -> DLRMDCNv2:
     """The model of a config."""
     return DLRMDCNv2(
         request.embeddings,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import DeepFMConfig, FMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import Fields, FirstOrder, equal_width, split_weights
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
 
@@ -38,11 +38,11 @@ class FM(ScoringModel):
         Raises MesetaError for tables of other widths and for a feature without pooling.
         """
         super().__init__(embeddings, num_dense)
-        width = equal_width("FM", self.dims, at_least=2) - 1
-        self.fields = Fields(num_dense, len(self.dims), width, seed)
-        self.first_order = FirstOrder(num_dense)
+        width = common_width("FM", self.dims, min_width=2) - 1
+        self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
+        self.first_order = FirstOrderTerm(num_dense)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
         """Their weighted sum, and their vectors."""
         return self.first_order(dense), self.fields(dense)
 
@@ -91,7 +91,7 @@ class DeepFM(FM):
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
 
 
-def make_fm(config: FMConfig, request: ModelRequest) -> FM:
+def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:
     """The model of a config."""
     return FM(
         request.embeddings,
@@ -100,7 +100,7 @@ def make_fm(config: FMConfig, request: ModelRequest) -> FM:
     )
 
 
-def make_deepfm(config: DeepFMConfig, request: ModelRequest) -> DeepFM:
+def make_deepfm(config: DeepFMConfig, request: ModelBuildArgs) -> DeepFM:
     """The model of a config."""
     return DeepFM(
         request.embeddings,

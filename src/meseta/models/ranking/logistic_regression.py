@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import LogisticRegressionConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.layers import BlankLinear
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.layers import SkipInitLinear
 from meseta.spec import MesetaError
 
 
@@ -32,12 +32,12 @@ class LogisticRegression(ScoringModel):
                     f"LogisticRegression: feature {feature!r} has embedding_dim {dim}, but the model has one "
                     "weight per id; set embedding_dim=1"
                 )
-        self.linear = BlankLinear(num_dense, 1)
+        self.linear = SkipInitLinear(num_dense, 1)
         with torch.no_grad():
             self.linear.weight.zero_()
             self.linear.bias.zero_()
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B 1"]:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B 1"]:
         """Their weighted sum, and the bias."""
         return cast(Tensor, self.linear(dense))
 
@@ -46,7 +46,7 @@ class LogisticRegression(ScoringModel):
         return x.squeeze(1) + pooled.sum(dim=1)
 
 
-def make_logistic_regression(config: LogisticRegressionConfig, request: ModelRequest) -> LogisticRegression:
+def make_logistic_regression(config: LogisticRegressionConfig, request: ModelBuildArgs) -> LogisticRegression:
     """The model of a config."""
     return LogisticRegression(
         request.embeddings,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import MMoEConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
 from meseta.ops.sums import softmax
 from meseta.spec import MesetaError
 
@@ -68,7 +68,7 @@ class MMoE(ScoringModel):
             MLP([num_inputs, *widths], relu_last=True, options=options, name=f"experts.{index}")
             for index, widths in enumerate(experts)
         )
-        self.gates = nn.ModuleList(BlankLinear(num_inputs, len(experts), bias=False) for _ in range(num_tasks))
+        self.gates = nn.ModuleList(SkipInitLinear(num_inputs, len(experts), bias=False) for _ in range(num_tasks))
         widths = [experts[0][-1], *tower_mlp, 1]
         self.towers = nn.ModuleList(
             MLP(widths, relu_last=False, options=options, name=f"towers.{task}") for task in range(num_tasks)
@@ -94,7 +94,7 @@ class MMoE(ScoringModel):
             fill_normal(weight, (2.0 / sum(weight.shape)) ** 0.5, seed, f"gates.{index}.weight")
 
 
-def make_mmoe(config: MMoEConfig, request: ModelRequest) -> MMoE:
+def make_mmoe(config: MMoEConfig, request: ModelBuildArgs) -> MMoE:
     """The model of a config."""
     return MMoE(
         request.embeddings,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from meseta.config.models.classic import WideDeepConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import FirstOrder, equal_width, split_weights
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.fields import FirstOrderTerm, common_width, split_weights
 from meseta.models.layers import MLP, MLPOptions, check_widths, fill_glorot
 
 
@@ -41,14 +41,14 @@ class WideDeep(ScoringModel):
         """
         super().__init__(embeddings, num_dense)
         check_widths("WideDeep", "deep_mlp", deep_mlp)
-        width = equal_width("WideDeep", self.dims, at_least=2) - 1
-        self.first_order = FirstOrder(num_dense)
+        width = common_width("WideDeep", self.dims, min_width=2) - 1
+        self.first_order = FirstOrderTerm(num_dense)
         self.deep_mlp = MLP(
             [num_dense + len(self.dims) * width, *deep_mlp, 1], relu_last=False, options=options, name="deep_mlp"
         )
         fill_glorot(self.deep_mlp, seed)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
         """Their weighted sum, and they themselves."""
         return self.first_order(dense), dense
 
@@ -60,7 +60,7 @@ class WideDeep(ScoringModel):
         return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
 
 
-def make_wide_deep(config: WideDeepConfig, request: ModelRequest) -> WideDeep:
+def make_wide_deep(config: WideDeepConfig, request: ModelBuildArgs) -> WideDeep:
     """The model of a config."""
     return WideDeep(
         request.embeddings,

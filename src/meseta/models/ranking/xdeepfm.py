@@ -12,15 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from meseta.config.models.classic import XDeepFMConfig
 from meseta.jagged.shapes import Float
-from meseta.models.base import ModelRequest, ScoringModel
-from meseta.models.fields import Fields, FirstOrder, equal_width, split_weights
-from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.models.base import ModelBuildArgs, ScoringModel
+from meseta.models.fields import FieldVectors, FirstOrderTerm, common_width, split_weights
+from meseta.models.initialization import fill_normal
+from meseta.models.layers import MLP, MLPOptions, SkipInitLinear, check_widths, fill_glorot
 from meseta.ops.product import product
 
-CACHED_NUMBERS = 1 << 19
+MAX_CHUNK_ELEMENTS = 1 << 19
 """Of a layer's products or sums at a time: 2 MiB in float32."""
-MIN_SAMPLES = 16
+MIN_CHUNK_SAMPLES = 16
 """At a time, however wide the layer is."""
 
 
@@ -45,12 +45,12 @@ class CompressedInteraction(nn.Module):
         first = x = fields.transpose(1, 2).contiguous()
         sums = []
         for weight in self.weights:
-            x = compress(x, first, weight)
+            x = cin_layer(x, first, weight)
             sums.append(x.sum(dim=1))
         return torch.cat(sums, dim=1)
 
 
-def compress(
+def cin_layer(
     x: Float[Tensor, "B D H"], first: Float[Tensor, "B D M"], weight: Float[Tensor, "outputs H_times_M"]
 ) -> Float[Tensor, "B D outputs"]:
     """A layer of a CIN: out_o = sum_ij W_o,ij (x_i * first_j), in the type of x; differentiable once.
@@ -60,17 +60,17 @@ def compress(
     """
     if torch.compiler.is_exporting():
         return (_products(x, first) @ weight.to(x.dtype).t()).view(*x.shape[:2], len(weight))
-    result: Tensor = _Compress.apply(x, first, weight)
+    result: Tensor = _CINLayerFunction.apply(x, first, weight)
     return result
 
 
-class _Compress(torch.autograd.Function):
+class _CINLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, first, weight)
         outputs, matrix = x.new_empty(*x.shape[:2], len(weight)), weight.to(x.dtype)
-        compress_some, _ = _smaller_way(first, weight)
-        for some in _samples(x, first, weight):
+        compress_some, _ = _select_method(first, weight)
+        for some in _sample_chunks(x, first, weight):
             outputs[some] = compress_some(x[some], first[some], matrix)
         return outputs
 
@@ -80,26 +80,26 @@ class _Compress(torch.autograd.Function):
         x, first, weight = ctx.saved_tensors
         of_x, of_first, matrix = torch.empty_like(x), torch.empty_like(first), weight.to(x.dtype)
         of_weight = torch.zeros_like(matrix)
-        _, way_back = _smaller_way(first, weight)
-        for some in _samples(x, first, weight):
+        _, way_back = _select_method(first, weight)
+        for some in _sample_chunks(x, first, weight):
             of_x[some], of_first[some], part = way_back(gradient[some], x[some], first[some], matrix)
             of_weight += part
         return of_x, of_first, of_weight.to(weight.dtype)
 
 
-def _smaller_way(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
+def _select_method(first: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """That whose array is the smaller one, and its way back."""
     if len(weight) < first.shape[2]:
         return _sums_first, _sums_first_backward
     return _products_first, _products_first_backward
 
 
-def _samples(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
+def _sample_chunks(x: Tensor, first: Tensor, weight: Tensor) -> list[slice]:
     """Those that are computed at a time, all of them. The meta device stands for a CPU."""
     num_samples = at_a_time = len(x)
     if x.device.type in {"cpu", "meta"}:
         of_sample = math.prod(x.shape[1:]) * min(len(weight), first.shape[2])
-        at_a_time = max(MIN_SAMPLES, CACHED_NUMBERS // of_sample)
+        at_a_time = max(MIN_CHUNK_SAMPLES, MAX_CHUNK_ELEMENTS // of_sample)
     return [slice(start, start + at_a_time) for start in range(0, num_samples, max(at_a_time, 1))]
 
 
@@ -166,18 +166,18 @@ class XDeepFM(ScoringModel):
         """
         super().__init__(embeddings, num_dense)
         check_widths("XDeepFM", "cin_layers and deep_mlp", [*cin_layers, *deep_mlp])
-        width = equal_width("XDeepFM", self.dims, at_least=2) - 1
-        self.first_order = FirstOrder(num_dense)
-        self.fields = Fields(num_dense, len(self.dims), width, seed)
+        width = common_width("XDeepFM", self.dims, min_width=2) - 1
+        self.first_order = FirstOrderTerm(num_dense)
+        self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         self.cin = CompressedInteraction(self.fields.num_fields, cin_layers)
-        self.cin_head = BlankLinear(sum(cin_layers), 1, bias=False)
+        self.cin_head = SkipInitLinear(sum(cin_layers), 1, bias=False)
         widths = [self.fields.num_fields * width, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp")
         fill_glorot(self.deep_mlp, seed)
         for name, weight in (*self.cin.named_parameters(prefix="cin"), ("cin_head", self.cin_head.weight)):
             fill_normal(weight, math.sqrt(2.0 / sum(weight.shape)), seed, name)
 
-    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+    def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
         """Their weighted sum, and their vectors."""
         return self.first_order(dense), self.fields(dense)
 
@@ -190,7 +190,7 @@ class XDeepFM(ScoringModel):
         return linear + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
 
 
-def make_xdeepfm(config: XDeepFMConfig, request: ModelRequest) -> XDeepFM:
+def make_xdeepfm(config: XDeepFMConfig, request: ModelBuildArgs) -> XDeepFM:
     """The model of a config."""
     return XDeepFM(
         request.embeddings,

@@ -13,7 +13,7 @@ from meseta.ops.bucketize import reference
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import plain_ids
+from meseta.ops.tables import contiguous_ids
 from meseta.spec import MesetaError
 
 MAX_OWNERS = 1 << 20
@@ -74,7 +74,7 @@ def bucketize_features(
 
 
 def _cpu(ids: Tensor, lengths: Tensor, cuts: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids, lengths = plain_ids("bucketize", ids), plain_ids("bucketize", lengths, "lengths")
+    ids, lengths = contiguous_ids("bucketize", ids), contiguous_ids("bucketize", lengths, "lengths")
     if not sizes or min(sizes) < 1 or sum(sizes) != len(cuts) or lengths.numel() % len(sizes):
         raise MesetaError(
             f"bucketize: {lengths.numel()} lengths and {len(cuts)} cuts in parts of {sizes}; give at least one "

@@ -49,7 +49,7 @@ struct Batch {
 };
 
 // Owner of an id, or -1 where it has none; the id becomes local to its owner.
-inline int64_t owner_of(const Owners& owners, int64_t& id) {
+inline int64_t find_owner(const Owners& owners, int64_t& id) {
   if (owners.hashed) {
     if (id < 0) return -1;
     const uint64_t n = uint64_t(owners.count), block = uint64_t(id) / n, place = uint64_t(id) - block * n;
@@ -69,7 +69,7 @@ inline int64_t owner_of(const Owners& owners, int64_t& id) {
 }
 
 template <typename Id, typename Length>
-void count_piece(const Owners& owners, const Batch& batch, const Piece& piece, int64_t* totals, Mistake& mistake) {
+void count_piece(const Owners& owners, const Batch& batch, const Piece& piece, int64_t* totals, FirstError& mistake) {
   const Id* ids = static_cast<const Id*>(batch.ids);
   const Length* lengths = static_cast<const Length*>(batch.lengths) + int64_t(piece.feature) * batch.num_bags;
   Length* out = static_cast<Length*>(batch.counts) + owners.first_row * batch.num_bags;
@@ -81,7 +81,7 @@ void count_piece(const Owners& owners, const Batch& batch, const Piece& piece, i
   for (int64_t bag = piece.first_bag; bag < piece.last_bag; ++bag) {
     for (const int64_t stop = at + int64_t(lengths[bag]); at < stop; ++at) {
       int64_t id = ids[at];
-      const int64_t owner = owner_of(owners, id);
+      const int64_t owner = find_owner(owners, id);
       if (owner < 0) {
         mistake.note(at);
         continue;
@@ -122,7 +122,7 @@ std::vector<Piece> cut(const std::vector<Owners>& owners, const Batch& batch, in
     for (int64_t bag = 0; bag < batch.num_bags; ++bag) {
       const int64_t length = int64_t(lengths[int64_t(f) * batch.num_bags + bag]);
       if (length < 0 || length > num_ids - at)
-        refuse("lengths[", int64_t(f) * batch.num_bags + bag, "] is ", length,
+        throw_invalid_argument("lengths[", int64_t(f) * batch.num_bags + bag, "] is ", length,
                "; lengths must not be negative and must add up to ", num_ids, ", the number of ids");
       at += length;
       if (at - piece.first >= kPiece || bag + 1 == batch.num_bags) {
@@ -134,7 +134,7 @@ std::vector<Piece> cut(const std::vector<Owners>& owners, const Batch& batch, in
       }
     }
   }
-  if (at != num_ids) refuse("the lengths add up to ", at, ", but there are ", num_ids, " ids");
+  if (at != num_ids) throw_invalid_argument("the lengths add up to ", at, ", but there are ", num_ids, " ids");
   return pieces;
 }
 
@@ -143,16 +143,16 @@ void run(const std::vector<Owners>& owners, const Batch& batch, int64_t num_ids,
   const std::vector<Piece> pieces = cut<Length>(owners, batch, num_ids);
   std::vector<int64_t> ends(pieces.empty() ? 0 : pieces.back().counts + size_t(owners[pieces.back().feature].count), 0);
   const int threads = num_ids <= kPiece ? 1 : num_threads;
-  Mistake mistake;
+  FirstError mistake;
   parallel_tasks(threads, int64_t(pieces.size()), [&](int64_t p) {
     const Piece& piece = pieces[size_t(p)];
     count_piece<Id, Length>(owners[piece.feature], batch, piece, ends.data() + piece.counts, mistake);
   });
   const int64_t wrong = mistake.at.load();
-  if (wrong != Mistake::kNone) {
+  if (wrong != FirstError::kNone) {
     const auto found = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& p) { return wrong < p.last; });
     const Owners& own = owners[found->feature];
-    refuse("id ", static_cast<const Id*>(batch.ids)[wrong], " of feature ", found->feature, ", at position ", wrong,
+    throw_invalid_argument("id ", static_cast<const Id*>(batch.ids)[wrong], " of feature ", found->feature, ", at position ", wrong,
            ", is outside ", own.hashed ? "0 and above" : "the rows " + std::to_string(own.cuts[0]) + ".." +
                                                              std::to_string(own.cuts[own.count] - 1));
   }
@@ -178,15 +178,15 @@ std::vector<Owners> read_owners(const std::vector<int64_t>& cuts, const std::vec
   size_t at = 0;
   for (size_t f = 0; f < sizes.size(); ++f) {
     if (sizes[f] < 1 || size_t(sizes[f]) > cuts.size() - at)
-      refuse("sizes[", f, "] is ", sizes[f], "; it must be at least 1, and all must add up to ", cuts.size());
+      throw_invalid_argument("sizes[", f, "] is ", sizes[f], "; it must be at least 1, and all must add up to ", cuts.size());
     const int64_t* own = cuts.data() + at;
     at += size_t(sizes[f]);
     const bool hashed = sizes[f] == 1;
     if (hashed && (own[0] < 1 || own[0] > std::numeric_limits<int32_t>::max()))
-      refuse("feature ", f, " has ", own[0], " owners; it needs 1..2^31-1");
-    if (own[0] < 0) refuse("the cuts of feature ", f, " begin at ", own[0], "; rows are counted from 0");
+      throw_invalid_argument("feature ", f, " has ", own[0], " owners; it needs 1..2^31-1");
+    if (own[0] < 0) throw_invalid_argument("the cuts of feature ", f, " begin at ", own[0], "; rows are counted from 0");
     for (int64_t n = 1; n < sizes[f]; ++n)
-      if (own[n] < own[n - 1]) refuse("the cuts of feature ", f, " fall from ", own[n - 1], " to ", own[n]);
+      if (own[n] < own[n - 1]) throw_invalid_argument("the cuts of feature ", f, " fall from ", own[n - 1], " to ", own[n]);
     const int64_t count = hashed ? own[0] : sizes[f] - 1;
     owners.push_back({own, count, hashed, row});
     row += count;

@@ -10,7 +10,7 @@ from meseta.ops.coalesce import reference
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import plain_ids
+from meseta.ops.tables import contiguous_ids
 from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256
@@ -45,8 +45,8 @@ def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Te
         raise MesetaError(f"coalesce: gradient is {gradient.dtype} {list(gradient.shape)}; give float32 or 64 [G, D]")
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    ids, source = plain_ids("coalesce", ids), plain_ids("coalesce", source, "source").to(torch.int64)
-    block = plain_ids("coalesce", block, "block").to(torch.int64)
+    ids, source = contiguous_ids("coalesce", ids), contiguous_ids("coalesce", source, "source").to(torch.int64)
+    block = contiguous_ids("coalesce", block, "block").to(torch.int64)
     if scale is not None and scale.shape != ids.shape:
         raise MesetaError(f"coalesce: scale is {list(scale.shape)} for {ids.numel()} ids; give one number per id")
     scale = None if scale is None else scale.to(gradient.dtype).contiguous()

@@ -28,8 +28,8 @@ using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Scale = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kSmall = 4096;  // contributions below which threads cost more than they save
-constexpr int64_t kAhead = 8;     // contributions whose gradient is on its way
+constexpr int64_t kMinParallelContributions = 4096;  // contributions below which threads cost more than they save
+constexpr int64_t kPrefetchDistance = 8;     // contributions whose gradient is on its way
 
 template <typename T>
 struct Contributions {
@@ -63,7 +63,7 @@ struct Contributions {
 };
 
 template <typename T>
-Packing look(const Contributions<T>& c, int64_t num_sources) {
+Packing find_packing(const Contributions<T>& c, int64_t num_sources) {
   int64_t low = c.id[0], high = c.id[0];
   uint64_t source = 0;
   for (int64_t i = 0; i < c.count; ++i) {
@@ -72,13 +72,13 @@ Packing look(const Contributions<T>& c, int64_t num_sources) {
     source = std::max(source, uint64_t(c.source[i]));
   }
   if (source >= uint64_t(num_sources))
-    refuse("source ", int64_t(source), " is outside 0..", num_sources - 1, ", the rows of the gradient");
+    throw_invalid_argument("source ", int64_t(source), " is outside 0..", num_sources - 1, ", the rows of the gradient");
   return {low, high, c.count};
 }
 
 // Rows, counted from the first, at which thread 1, 2 ... begins, so that each has about as many contributions.
 template <typename T>
-std::vector<uint64_t> cut(const Contributions<T>& c, const Packing& p, int num_threads) {
+std::vector<uint64_t> cut_rows(const Contributions<T>& c, const Packing& p, int num_threads) {
   std::vector<uint64_t> rows(size_t(num_threads) + 1, ~uint64_t{0}), sample;
   rows[0] = 0;
   if (num_threads == 1) return rows;
@@ -89,15 +89,15 @@ std::vector<uint64_t> cut(const Contributions<T>& c, const Packing& p, int num_t
 }
 
 // What one thread owns: its entries, sorted, in its scratch memory, and where each of its rows starts among them.
-template <typename Entry>
-struct Share {
-  const Entry* sorted = nullptr;
+template <typename SlotMapEntry>
+struct ThreadShare {
+  const SlotMapEntry* sorted = nullptr;
   std::vector<int64_t> starts;
 };
 
 template <typename T, typename Entry>
 void collect(const Contributions<T>& c, const Packing& packing, const std::vector<uint64_t>& cuts, int thread,
-             Share<Entry>& share) {
+             ThreadShare<Entry>& share) {
   const Packing p = packing;
   const uint64_t from = cuts[size_t(thread)], to = cuts[size_t(thread) + 1];
   const bool rest = size_t(thread) + 2 == cuts.size();  // with the last row of all, which no number lies above
@@ -117,7 +117,7 @@ void collect(const Contributions<T>& c, const Packing& packing, const std::vecto
 
 // Runs of equal block are summed first, then added to the row from left to right.
 template <typename T, typename Entry>
-void sum_rows(const Contributions<T>& c, const Packing& p, const Share<Entry>& share, int64_t* row_id, T* out) {
+void sum_rows(const Contributions<T>& c, const Packing& p, const ThreadShare<Entry>& share, int64_t* row_id, T* out) {
   const auto at = [&](int64_t i) { return Packed<Entry>::position(p, share.sorted[i]); };
   std::vector<T> block_sum(static_cast<size_t>(c.dim));
   const int64_t num_rows = int64_t(share.starts.size()) - 1, last = share.starts.back();
@@ -129,20 +129,20 @@ void sum_rows(const Contributions<T>& c, const Packing& p, const Share<Entry>& s
       T* const sum = i == start ? out : block_sum.data();
       c.copy(at(i), sum);
       for (++i; i < stop && c.block[at(i)] == block; ++i) {
-        if (i + kAhead < last) c.fetch(at(i + kAhead));
+        if (i + kPrefetchDistance < last) c.fetch(at(i + kPrefetchDistance));
         c.add(at(i), sum);
       }
       if (sum != out)
         for (int64_t d = 0; d < c.dim; ++d) out[d] += sum[d];
     }
-    if (stop + kAhead < last) c.fetch(at(stop + kAhead));
+    if (stop + kPrefetchDistance < last) c.fetch(at(stop + kPrefetchDistance));
   }
 }
 
 template <typename Entry, typename T>
 int64_t run(const Contributions<T>& c, const Packing& p, int64_t* rows, T* sums, int num_threads) {
-  const std::vector<uint64_t> cuts = cut(c, p, num_threads);
-  std::vector<Share<Entry>> shares(static_cast<size_t>(num_threads));
+  const std::vector<uint64_t> cuts = cut_rows(c, p, num_threads);
+  std::vector<ThreadShare<Entry>> shares(static_cast<size_t>(num_threads));
   parallel(num_threads, [&](int t) { collect(c, p, cuts, t, shares[size_t(t)]); });
   std::vector<int64_t> first(size_t(num_threads) + 1, 0);
   for (size_t t = 0; t < shares.size(); ++t) first[t + 1] = first[t] + int64_t(shares[t].starts.size()) - 1;
@@ -157,18 +157,18 @@ int64_t coalesce(Ids ids, Ids source, Ids block, Rows<T> gradient, std::optional
                  OutRows<T> sums, int num_threads) {
   const int64_t nnz = int64_t(ids.shape(0)), dim = int64_t(gradient.shape(1));
   if (int64_t(source.shape(0)) != nnz || int64_t(block.shape(0)) != nnz || (scale && int64_t(scale->shape(0)) != nnz))
-    refuse("ids, source, block and scale must have one length, got ", nnz, ", ", source.shape(0), " and ",
+    throw_invalid_argument("ids, source, block and scale must have one length, got ", nnz, ", ", source.shape(0), " and ",
            block.shape(0), scale ? " and " + std::to_string(scale->shape(0)) : "");
   if (int64_t(rows.shape(0)) < nnz || int64_t(sums.shape(0)) < nnz || int64_t(sums.shape(1)) != dim)
-    refuse("outputs must have room for ", nnz, " rows of ", dim);
-  if (nnz > 0 && dim > 1 && gradient.stride(1) != 1) refuse("the last dim of gradient must be contiguous");
+    throw_invalid_argument("outputs must have room for ", nnz, " rows of ", dim);
+  if (nnz > 0 && dim > 1 && gradient.stride(1) != 1) throw_invalid_argument("the last dim of gradient must be contiguous");
   const Contributions<T> c{ids.data(),        source.data(),      block.data(),
                            nnz,               gradient.data(),    gradient.stride(0),
                            scale ? scale->data() : nullptr, dim};
   nb::gil_scoped_release unlocked;
   if (nnz == 0) return 0;
-  const Packing p = look(c, int64_t(gradient.shape(0)));
-  const int threads = nnz < kSmall ? 1 : std::max(num_threads, 1);
+  const Packing p = find_packing(c, int64_t(gradient.shape(0)));
+  const int threads = nnz < kMinParallelContributions ? 1 : std::max(num_threads, 1);
   return p.fits() ? run<uint64_t>(c, p, rows.data(), sums.data(), threads)
                   : run<KeyedEntry>(c, p, rows.data(), sums.data(), threads);
 }

@@ -32,17 +32,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meseta.ops.codec.layout import SIGN, RowLayout, layout_numbers, read_draw, read_layouts
+from meseta.ops.codec.layout import INT64_SIGN_BIT, RowLayout, pack_layouts, unpack_layouts, unpack_random_source
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.spec import MesetaError
 from meseta.spec.codecs import Codec
 
-MOVE_FIELDS = 5
+NUM_MOVE_FIELDS = 5
 
 
 @dataclass(frozen=True)
-class Rounding:
+class StochasticRounding:
     """Stochastic rounding of fp8 and int8: to one of the two neighbours, so that the mean over keys is the value.
 
     int8 takes the floor of the quotient, or one more where the 24 high bits of the cell's word, as a fraction, lie
@@ -54,7 +54,7 @@ class Rounding:
     """A 64-bit generator key for each piece."""
     columns: tuple[int, ...]
     """Column of its table that each piece begins with, a multiple of 16."""
-    rows: int | Tensor
+    row_numbers: int | Tensor
     """Number of the first row of the matrix, which the others follow, or int64 [B], the number of each."""
 
 
@@ -64,7 +64,7 @@ class HalfRange:
 
     exponent: int = 0
     """Of the power of two that values are multiplied by, -126..126."""
-    overflows: Tensor | None = None
+    num_clamped: Tensor | None = None
     """int64 [1]: the count of finite values that were too large is added to it. On a GPU nobody waits for it."""
 
 
@@ -76,14 +76,14 @@ def encode_columns(
     pieces: Sequence[int],
     *,
     scale: float = 1.0,
-    rounding: Rounding | None = None,
-    half: HalfRange | None = None,
+    rounding: StochasticRounding | None = None,
+    half_range: HalfRange | None = None,
 ) -> None:
     """Write columns of the sources, float32 [B, any] each, times `scale`, encoded, to `out`, in place.
 
     `out` is uint8 [B, codec.row_bytes(pieces)], contiguous, at an even address. `moves` are those of
-    meseta.ops.columns.join_moves, to the columns of the pieces side by side, and are done in their order; columns that
-    none names are 0. `half` is of fp16 alone. Without `rounding` numbers are the nearest.
+    meseta.ops.columns.pack_moves, to the columns of the pieces side by side, and are done in their order; columns that
+    none names are 0. `half_range` is of fp16 alone. Without `rounding` numbers are the nearest.
 
     Raises MesetaError for fp32, which is `place_columns`; for tensors that do not fit together, float64 ones among
     them; for moves outside the columns; and for rounding of 16 bits.
@@ -91,12 +91,12 @@ def encode_columns(
     numbers: list[int] = []
     rows = None
     if rounding is not None:
-        rows = rounding.rows if isinstance(rounding.rows, Tensor) else None
-        first = rounding.rows if isinstance(rounding.rows, int) else 0
-        numbers = [*map(_signed, rounding.keys), *rounding.columns, first]
-    half = HalfRange() if half is None else half
-    layout = layout_numbers(codec, half.exponent, [pieces])
-    _encode(out, list(sources), list(moves), layout, scale, numbers, rows, half.overflows)
+        rows = rounding.row_numbers if isinstance(rounding.row_numbers, Tensor) else None
+        first = rounding.row_numbers if isinstance(rounding.row_numbers, int) else 0
+        numbers = [*map(_key_to_int64, rounding.keys), *rounding.columns, first]
+    half_range = HalfRange() if half_range is None else half_range
+    layout = pack_layouts(codec, half_range.exponent, [pieces])
+    _encode(out, list(sources), list(moves), layout, scale, numbers, rows, half_range.num_clamped)
 
 
 def decode_columns(
@@ -121,7 +121,7 @@ def decode_columns(
         raise MesetaError(
             f"decode_columns: {len(pieces)} lists of pieces for {len(sources)} matrices; give one for each"
         )
-    _decode(out, list(sources), list(moves), layout_numbers(codec, exponent, pieces), scale)
+    _decode(out, list(sources), list(moves), pack_layouts(codec, exponent, pieces), scale)
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
@@ -129,10 +129,10 @@ def rounding_key(seed: int, step: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def _signed(key: int) -> int:
-    if not 0 <= key < 2 * SIGN:
+def _key_to_int64(key: int) -> int:
+    if not 0 <= key < 2 * INT64_SIGN_BIT:
         raise MesetaError(f"encode_columns: key {key} must be in 0..2**64-1; meseta.ops.codec.rounding_key makes one")
-    return key - 2 * SIGN if key >= SIGN else key
+    return key - 2 * INT64_SIGN_BIT if key >= INT64_SIGN_BIT else key
 
 
 def _check_encoded(operator: str, matrix: Tensor, row: RowLayout, num_rows: int) -> None:
@@ -151,13 +151,13 @@ def _check_floats(operator: str, matrices: Sequence[Tensor], num_rows: int, move
                 f"{operator}: matrix {index} is {matrix.dtype} {list(matrix.shape)}; codecs take float32 "
                 f"[{num_rows}, any]; take the codec fp32, which is place_columns, for other types"
             )
-    if len(moves) % MOVE_FIELDS:
+    if len(moves) % NUM_MOVE_FIELDS:
         raise MesetaError(
-            f"{operator}: {len(moves)} numbers of moves; give the {MOVE_FIELDS} that join_moves makes of each"
+            f"{operator}: {len(moves)} numbers of moves; give the {NUM_MOVE_FIELDS} that pack_moves makes of each"
         )
 
 
-def _check_encode(
+def _check_encode_arguments(
     out: Tensor,
     sources: list[Tensor],
     moves: list[int],
@@ -167,7 +167,7 @@ def _check_encode(
     overflows: Tensor | None,
 ) -> None:
     operator = "encode_columns"
-    _, each = read_layouts(operator, layout)
+    _, each = unpack_layouts(operator, layout)
     if len(each) != 1 or out.dim() != 2:
         raise MesetaError(
             f"{operator}: {len(each)} lists of pieces and a result of shape {list(out.shape)}; give one, [B, bytes]"
@@ -175,7 +175,7 @@ def _check_encode(
     num_rows = out.shape[0]
     _check_encoded(operator, out, each[0], num_rows)
     _check_floats(operator, sources, num_rows, moves)
-    read_draw(operator, each[0], random)
+    unpack_random_source(operator, each[0], random)
     for name, tensor, count in (("numbers of rows", rows, num_rows), ("overflows", overflows, 1)):
         if tensor is None:
             continue
@@ -187,9 +187,9 @@ def _check_encode(
             )
 
 
-def _check_decode(out: Tensor, sources: list[Tensor], moves: list[int], layout: list[int]) -> None:
+def _check_decode_arguments(out: Tensor, sources: list[Tensor], moves: list[int], layout: list[int]) -> None:
     operator = "decode_columns"
-    _, each = read_layouts(operator, layout)
+    _, each = unpack_layouts(operator, layout)
     num_rows = out.shape[0] if out.dim() == 2 else 0
     _check_floats(operator, [out], num_rows, moves)
     if len(each) != len(sources):
@@ -210,7 +210,7 @@ def _encode_cpu(
     rows: Tensor | None,
     overflows: Tensor | None,
 ) -> None:
-    _check_encode(out, sources, moves, layout, random, rows, overflows)
+    _check_encode_arguments(out, sources, moves, layout, random, rows, overflows)
     matrices = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
     try:
         core().encode_columns(
@@ -237,7 +237,7 @@ def _encode_gpu(
     rows: Tensor | None,
     overflows: Tensor | None,
 ) -> None:
-    _check_encode(out, sources, moves, layout, random, rows, overflows)
+    _check_encode_arguments(out, sources, moves, layout, random, rows, overflows)
     from meseta.ops.codec import triton
 
     triton.encode_columns(out, sources, moves, layout, scale, random, rows, overflows)
@@ -257,7 +257,7 @@ def _encode_fake(
 
 
 def _decode_cpu(out: Tensor, sources: list[Tensor], moves: list[int], layout: list[int], scale: float) -> None:
-    _check_decode(out, sources, moves, layout)
+    _check_decode_arguments(out, sources, moves, layout)
     try:
         core().decode_columns(
             [out.data_ptr(), out.size(0), out.size(1), out.stride(0)],
@@ -272,7 +272,7 @@ def _decode_cpu(out: Tensor, sources: list[Tensor], moves: list[int], layout: li
 
 
 def _decode_gpu(out: Tensor, sources: list[Tensor], moves: list[int], layout: list[int], scale: float) -> None:
-    _check_decode(out, sources, moves, layout)
+    _check_decode_arguments(out, sources, moves, layout)
     from meseta.ops.codec import triton
 
     triton.decode_columns(out, sources, moves, layout, scale)

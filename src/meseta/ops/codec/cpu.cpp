@@ -23,10 +23,10 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kTileNumbers = 8192;
-constexpr int64_t kMostRows = 256;      // of a tile
-constexpr int64_t kTilesOfThread = 4;   // fewer are not worth a second thread
+constexpr int64_t kMaxTileRows = 256;      // of a tile
+constexpr int64_t kMinTilesPerThread = 4;   // fewer are not worth a second thread
 
-int64_t blocks_of(int64_t width) { return (width + kLanes - 1) / kLanes; }
+int64_t count_blocks(int64_t width) { return (width + kLanes - 1) / kLanes; }
 
 // Some columns side by side in a row, in blocks from their first.
 struct Piece {
@@ -40,30 +40,30 @@ struct RowLayout {
   int64_t num_columns = 0, num_blocks = 0;
 
   int64_t number_bytes() const { return codec == kFp16 || codec == kBf16 ? 2 : 1; }
-  int64_t scales_at() const { return num_columns + num_columns % 2; }
-  int64_t bytes() const { return number_bytes() == 2 ? 2 * num_columns : scales_at() + 2 * num_blocks; }
+  int64_t scales_offset() const { return num_columns + num_columns % 2; }
+  int64_t bytes() const { return number_bytes() == 2 ? 2 * num_columns : scales_offset() + 2 * num_blocks; }
 };
 
-struct Layouts {
+struct CodecLayouts {
   int exponent;
   std::vector<RowLayout> rows;
 };
 
 // `numbers`: codec, exponent, then for each matrix how many pieces it has, and their widths.
-Layouts read_layouts(const std::vector<int64_t>& numbers) {
-  if (numbers.size() < 2 || numbers[0] <= kFp32 || numbers[0] > kInt8) refuse("the layout names no codec");
-  if (numbers[1] < -126 || numbers[1] > 126) refuse("exponent ", numbers[1], " is outside -126..126");
-  Layouts layouts{int(numbers[1]), {}};
+CodecLayouts read_layouts(const std::vector<int64_t>& numbers) {
+  if (numbers.size() < 2 || numbers[0] <= kFp32 || numbers[0] > kInt8) throw_invalid_argument("the layout names no codec");
+  if (numbers[1] < -126 || numbers[1] > 126) throw_invalid_argument("exponent ", numbers[1], " is outside -126..126");
+  CodecLayouts layouts{int(numbers[1]), {}};
   for (size_t at = 2; at < numbers.size();) {
     RowLayout row{int(numbers[0]), {}, 0, 0};
     const int64_t count = numbers[at++];
-    if (count < 0 || count > int64_t(numbers.size() - at)) refuse(count, " pieces have no widths in the layout");
+    if (count < 0 || count > int64_t(numbers.size() - at)) throw_invalid_argument(count, " pieces have no widths in the layout");
     for (int64_t p = 0; p < count; ++p) {
       const int64_t width = numbers[at++];
-      if (width < 0 || width > (int64_t{1} << 40)) refuse("a piece of ", width, " columns");
+      if (width < 0 || width > (int64_t{1} << 40)) throw_invalid_argument("a piece of ", width, " columns");
       row.pieces.push_back({row.num_columns, width, row.num_blocks});
       row.num_columns += width;
-      row.num_blocks += blocks_of(width);
+      row.num_blocks += count_blocks(width);
     }
     layouts.rows.push_back(row);
   }
@@ -71,7 +71,7 @@ Layouts read_layouts(const std::vector<int64_t>& numbers) {
 }
 
 int threads_for(int64_t num_tiles, int num_threads) {
-  return int(std::clamp<int64_t>(num_tiles / kTilesOfThread, 1, std::max(num_threads, 1)));
+  return int(std::clamp<int64_t>(num_tiles / kMinTilesPerThread, 1, std::max(num_threads, 1)));
 }
 
 // ---- encode
@@ -87,7 +87,7 @@ struct RandomWords {
   // Where the words of each piece begin; the whole lot lies in `words`.
   void draw(const RowLayout& layout, int64_t first, int64_t last, uint32_t* words) const {
     const size_t count = layout.pieces.size();
-    int64_t counted[kMostRows];
+    int64_t counted[kMaxTileRows];
     std::iota(counted, counted + (last - first), 0);
     const uint64_t first_row = uint64_t(rows ? 0 : described[2 * count] + first);
     for (size_t p = 0; p < count; ++p) {
@@ -108,7 +108,7 @@ struct Encoder {
   template <int kCodec, bool kDrawn>
   void encode_blocks(const float* values, float scale, const uint32_t* words, int64_t row, int64_t num_rows,
                      uint8_t* out) const {
-    uint16_t* scales = reinterpret_cast<uint16_t*>(out + layout.scales_at());
+    uint16_t* scales = reinterpret_cast<uint16_t*>(out + layout.scales_offset());
     if (layout.num_columns % 2) out[layout.num_columns] = 0;
     const auto encode = [scale](const float* from, const uint32_t* bits, uint8_t* codes) {
       if constexpr (kDrawn) return encode_block<kCodec>(from, scale, Stochastic{bits}, codes);
@@ -178,26 +178,26 @@ bool leaves_gaps(const std::vector<Strip<float>>& strips, int64_t num_columns) {
   return any_add || std::find(is_written.begin(), is_written.end(), 0) != is_written.end();
 }
 
-// `out`: address, rows, bytes of a row. `sources` and `moves` as place_columns has them. `layout`: see read_layouts.
+// `out`: address, rows, bytes of a row. `sources` and `moves` as place_columns has them. `layout`: see unpack_layouts.
 // `random`: see RandomWords, or nothing. `counted`: addresses of the numbers of rows and of the count of numbers that were
 // too large, or 0.
 void encode_columns(std::array<int64_t, 3> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves,
                     const std::vector<int64_t>& layout, double scale, const std::vector<int64_t>& random,
                     std::array<uintptr_t, 2> counted, int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Layouts layouts = read_layouts(layout);
-  if (layouts.rows.size() != 1) refuse(layouts.rows.size(), " layouts for one encoded matrix");
+  const CodecLayouts layouts = read_layouts(layout);
+  if (layouts.rows.size() != 1) throw_invalid_argument(layouts.rows.size(), " layouts for one encoded matrix");
   const Encoder encoder{layouts.rows[0], {float(scale), power_of_two(layouts.exponent)}};
   const RowLayout& row = encoder.layout;
   const auto [address, num_rows, bytes] = out;
-  if (bytes != row.bytes()) refuse("rows of ", bytes, " bytes, but the layout has ", row.bytes());
+  if (bytes != row.bytes()) throw_invalid_argument("rows of ", bytes, " bytes, but the layout has ", row.bytes());
   const RandomWords words{random, reinterpret_cast<const int64_t*>(counted[0])};
-  if (words.are_drawn() && random.size() != 2 * row.pieces.size() + 1) refuse(random.size(), " numbers of rounding");
+  if (words.are_drawn() && random.size() != 2 * row.pieces.size() + 1) throw_invalid_argument(random.size(), " numbers of rounding");
   const std::vector<Strip<float>> strips = checked_strips<float>(sources, moves, row.num_columns);
   const bool is_whole = strips.size() == 1 && strips[0].width == row.num_columns && !strips[0].add;
   const bool has_gaps = !is_whole && leaves_gaps(strips, row.num_columns);
   const int64_t padded = row.num_columns + 4 * int64_t(row.pieces.size());
-  const int64_t tile = std::clamp<int64_t>(kTileNumbers / std::max<int64_t>(row.num_columns, 1), 1, kMostRows);
+  const int64_t tile = std::clamp<int64_t>(kTileNumbers / std::max<int64_t>(row.num_columns, 1), 1, kMaxTileRows);
   const int64_t num_tiles = row.num_columns ? (num_rows + tile - 1) / tile : 0;
   std::atomic<int64_t> beyond{0};
   parallel_tasks(threads_for(num_tiles, num_threads), num_tiles, [&, address = address, num_rows = num_rows](int64_t t) {
@@ -228,7 +228,7 @@ struct Run {
   bool add;
 };
 
-std::vector<Run> runs_of(const Move& move, const uint8_t* matrix, const RowLayout& layout) {
+std::vector<Run> make_runs(const ColumnMove& move, const uint8_t* matrix, const RowLayout& layout) {
   if (layout.number_bytes() == 2)
     return {{matrix + 2 * move.from, nullptr, layout.bytes(), move.to, move.width, move.add}};
   std::vector<Run> runs;
@@ -236,7 +236,7 @@ std::vector<Run> runs_of(const Move& move, const uint8_t* matrix, const RowLayou
     const int64_t last = std::min(move.from + move.width, piece.first + piece.width);
     for (int64_t c = std::max(move.from, piece.first); c < last;) {
       const int64_t block = (c - piece.first) / kLanes, end = std::min(piece.first + (block + 1) * kLanes, last);
-      const uint8_t* const scale = matrix + layout.scales_at() + 2 * (piece.first_block + block);
+      const uint8_t* const scale = matrix + layout.scales_offset() + 2 * (piece.first_block + block);
       runs.push_back({matrix + c, scale, layout.bytes(), move.to + c - move.from, end - c, move.add});
       c = end;
     }
@@ -247,7 +247,7 @@ std::vector<Run> runs_of(const Move& move, const uint8_t* matrix, const RowLayou
 template <int kCodec, bool kAdd>
 inline void decode_lanes(const uint8_t* __restrict codes, int64_t count, float unit, float scale, float* __restrict out) {
   for (int64_t i = 0; i < count; ++i) {
-    const float value = number_of<kCodec>(codes[i]) * unit * scale;
+    const float value = decode_number<kCodec>(codes[i]) * unit * scale;
     out[i] = kAdd ? out[i] + value : value;
   }
 }
@@ -284,27 +284,27 @@ void decode_16(const Run& run, int64_t row, const Factors& factors, float* out) 
 }
 
 // `out`: address, rows, columns, numbers from row to row; `sources`: address of each encoded matrix, whose rows follow
-// each other; `moves` as place_columns has them; `layout`: see read_layouts.
+// each other; `moves` as place_columns has them; `layout`: see unpack_layouts.
 void decode_columns(std::array<int64_t, 4> out, const std::vector<uintptr_t>& sources,
                     const std::vector<int64_t>& moves, const std::vector<int64_t>& layout, double scale,
                     int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Layouts layouts = read_layouts(layout);
-  if (layouts.rows.size() != sources.size()) refuse(layouts.rows.size(), " layouts of ", sources.size(), " matrices");
+  const CodecLayouts layouts = read_layouts(layout);
+  if (layouts.rows.size() != sources.size()) throw_invalid_argument(layouts.rows.size(), " layouts of ", sources.size(), " matrices");
   const auto [address, num_rows, num_columns, stride] = out;
   std::vector<int64_t> widths;
   for (const RowLayout& row : layouts.rows) widths.push_back(row.num_columns);
   std::vector<Run> runs;
   int64_t numbers = 1;
-  for (const Move& move : checked_moves(moves, widths, num_columns)) {
+  for (const ColumnMove& move : checked_moves(moves, widths, num_columns)) {
     const auto* matrix = reinterpret_cast<const uint8_t*>(sources[size_t(move.source)]);
-    const std::vector<Run> some = runs_of(move, matrix, layouts.rows[size_t(move.source)]);
+    const std::vector<Run> some = make_runs(move, matrix, layouts.rows[size_t(move.source)]);
     runs.insert(runs.end(), some.begin(), some.end());
     numbers += move.width;
   }
   const bool is_half = layout[0] == kFp16;
   const Factors factors{float(scale), is_half ? power_of_two(-layouts.exponent) : 1.0f};
-  const int64_t tile = std::clamp<int64_t>(kTileNumbers / numbers, 1, kMostRows);
+  const int64_t tile = std::clamp<int64_t>(kTileNumbers / numbers, 1, kMaxTileRows);
   const int64_t num_tiles = runs.empty() ? 0 : (num_rows + tile - 1) / tile;
   const auto decode = layout[0] == kFp8    ? decode_block<kFp8>
                       : layout[0] == kInt8 ? decode_block<kInt8>

@@ -12,19 +12,19 @@ from meseta.spec import COLUMN_BLOCK, MesetaError
 from meseta.spec.codecs import CODECS, Codec
 
 CODEC_LIST = tuple(CODECS.values())
-MOST_EXPONENT = 126
+MAX_EXPONENT = 126
 """So that the power of two and its inverse are normal numbers."""
-SIGN = 1 << 63
+INT64_SIGN_BIT = 1 << 63
 
 
 class ScaleBlock(NamedTuple):
     """COLUMN_BLOCK columns of a row, or fewer at the end of a piece, that share a scale."""
 
     piece: int
-    first: int
+    first_column: int
     """Column of the row."""
     width: int
-    inside: int
+    piece_column: int
     """Column of the piece."""
 
 
@@ -46,9 +46,9 @@ class RowLayout:
         return self.codec.row_bytes(self.pieces)
 
     @property
-    def scales_at(self) -> int:
+    def scales_offset(self) -> int:
         """The byte where the scales begin; there are none in 16 bits."""
-        return self.num_columns * self.codec.number_bytes + self.num_columns * self.codec.number_bytes % 2
+        return self.num_columns * self.codec.element_bytes + self.num_columns * self.codec.element_bytes % 2
 
     def blocks(self) -> tuple[ScaleBlock, ...]:
         """In their order in a row, which is that of their scales."""
@@ -65,31 +65,31 @@ def _blocks(pieces: tuple[int, ...]) -> tuple[ScaleBlock, ...]:
     )
 
 
-class Layouts(NamedTuple):
+class CodecLayouts(NamedTuple):
     """Of one encoded matrix, or of several."""
 
     exponent: int
     rows: tuple[RowLayout, ...]
 
 
-def layout_numbers(codec: Codec, exponent: int, pieces: Sequence[Sequence[int]]) -> list[int]:
+def pack_layouts(codec: Codec, exponent: int, pieces: Sequence[Sequence[int]]) -> list[int]:
     """Layouts as integers: codec, exponent, then for each matrix how many pieces it has, and their widths."""
     each = [number for widths in pieces for number in (len(widths), *widths)]
     return [CODEC_LIST.index(codec) if codec in CODEC_LIST else -1, exponent, *each]
 
 
-def read_layouts(operator: str, numbers: Sequence[int]) -> Layouts:
+def unpack_layouts(operator: str, numbers: Sequence[int]) -> CodecLayouts:
     """The way back. Raises MesetaError for a codec that is none, an exponent out of range, and negative widths."""
     if len(numbers) < 2 or not 0 <= numbers[0] < len(CODEC_LIST):
         raise MesetaError(f"{operator}: the codec is none of meseta.spec.codecs; give one of {', '.join(CODECS)}")
     codec, exponent, rest = CODEC_LIST[numbers[0]], numbers[1], list(numbers[2:])
-    if codec.is_whole:
+    if codec.is_lossless:
         raise MesetaError(
             f"{operator}: {codec.name} numbers travel as they are; call meseta.ops.columns.place_columns, or take "
             "another codec"
         )
-    if abs(exponent) > MOST_EXPONENT:
-        raise MesetaError(f"{operator}: exponent {exponent} must be in {-MOST_EXPONENT}..{MOST_EXPONENT}")
+    if abs(exponent) > MAX_EXPONENT:
+        raise MesetaError(f"{operator}: exponent {exponent} must be in {-MAX_EXPONENT}..{MAX_EXPONENT}")
     rows = []
     while rest:
         count, *rest = rest
@@ -99,10 +99,10 @@ def read_layouts(operator: str, numbers: Sequence[int]) -> Layouts:
             )
         rows.append(RowLayout(codec, tuple(rest[:count])))
         rest = rest[count:]
-    return Layouts(exponent, tuple(rows))
+    return CodecLayouts(exponent, tuple(rows))
 
 
-class Draw(NamedTuple):
+class RandomSource(NamedTuple):
     """Where the random words of a row come from: per piece a key, as int64, and its first column; the first row."""
 
     keys: tuple[int, ...]
@@ -110,13 +110,13 @@ class Draw(NamedTuple):
     first_row: int
 
 
-def read_draw(operator: str, layout: RowLayout, random: Sequence[int]) -> Draw | None:
+def unpack_random_source(operator: str, layout: RowLayout, random: Sequence[int]) -> RandomSource | None:
     """Of keys, columns and the first row; None for no numbers, which round to the nearest. Raises MesetaError where
     they do not fit the pieces."""
     if not random:
         return None
     count = len(layout.pieces)
-    if not layout.codec.block_bytes:
+    if not layout.codec.scale_bytes:
         raise MesetaError(
             f"{operator}: {layout.codec.name} rounds to the nearest; give no rounding, or take a codec of 8 bits"
         )
@@ -124,7 +124,7 @@ def read_draw(operator: str, layout: RowLayout, random: Sequence[int]) -> Draw |
         raise MesetaError(
             f"{operator}: rounding has {len(random) - 1} keys and columns for {count} pieces; give one of each for each"
         )
-    draw = Draw(tuple(random[:count]), tuple(random[count : 2 * count]), random[-1])
+    draw = RandomSource(tuple(random[:count]), tuple(random[count : 2 * count]), random[-1])
     for column in draw.columns:
         if column < 0 or column % COLUMN_BLOCK or column >= 1 << 34:
             raise MesetaError(

@@ -40,7 +40,7 @@ inline V load_lanes(const T* from) {
   return lanes;
 }
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
-inline Ints cut(Floats x) { return __builtin_convertvector(x, Ints); }
+inline Ints truncate(Floats x) { return __builtin_convertvector(x, Ints); }
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 inline Ints smaller(Ints a, Ints b) { return a < b ? a : b; }
 inline Ints every(int32_t x) { return x - Ints{}; }
@@ -64,7 +64,7 @@ inline int32_t largest_lane(Ints a) {
 // The whole numbers of short_floats.h, many at a time.
 inline Ints whole(Floats value, Nearest, int) { return Ints(value + 0x1.8p23f) - 0x4B400000; }
 inline Ints whole(Floats value, Stochastic round, int lane) {
-  const Ints near = cut(value), down = near - Ints(Words(value - to_floats(near)) >> 31);
+  const Ints near = truncate(value), down = near - Ints(Words(value - to_floats(near)) >> 31);
   const Words bits = load_lanes<Words>(round.bits + lane);
   const Floats fraction = to_floats(Ints(bits >> 8)) * 0x1p-24f;
   return down + Ints(Words(fraction - (value - to_floats(down))) >> 31);
@@ -79,7 +79,7 @@ inline Ints short_codes(Floats value, Round round, int lane) {
 }
 
 template <int kCodec, typename Round>
-inline Ints codes_of(Floats quotient, Round round, int lane) {
+inline Ints to_codes(Floats quotient, Round round, int lane) {
   if constexpr (kCodec == kFp8)
     return smaller(short_codes<3, 121>(quotient, round, lane), every(0x7E)) | (Ints(quotient) >> 24 & 0x80);
   // A quotient is 127 and a little where the scale is a subnormal number.
@@ -120,7 +120,7 @@ inline uint16_t encode_block(const float* __restrict from, float scale, Round ro
   // In memory of our own before it is narrowed: stores of bytes may alias anything, and then nothing is done by vectors.
   alignas(64) int32_t wide[kLanes];
   for (int i = 0; i < kLanes / kFloats; ++i) {
-    const Ints some = codes_of<kCodec>(values[i] / unit, round, i * kFloats);
+    const Ints some = to_codes<kCodec>(values[i] / unit, round, i * kFloats);
     std::memcpy(wide + i * kFloats, &some, sizeof(some));
   }
   narrow(wide, codes);
@@ -128,7 +128,7 @@ inline uint16_t encode_block(const float* __restrict from, float scale, Round ro
 }
 
 template <int kCodec>
-inline float number_of(uint8_t code) {
+inline float decode_number(uint8_t code) {
   if constexpr (kCodec == kInt8) return float(int8_t(code));
   // Chosen by masks: gcc makes branches of a choice between results of floating point, which may trap.
   const uint32_t magnitude = code & 0x7Fu, sign = uint32_t(code & 0x80u) << 24;
@@ -139,13 +139,13 @@ inline float number_of(uint8_t code) {
 
 // ---- sixteen numbers in 16 bits
 
-inline uint16_t bfloat_of(float value) {
+inline uint16_t to_bf16_bits(float value) {
   const uint32_t bits = float_to_bits(value), rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
   return (bits & kMagnitude) > kInfinite ? kNanBfloat : uint16_t(rounded);
 }
 
 // Halves of numbers that are at most 65504, infinite, or the quiet NaN without a sign.
-inline void halves_of(const float* __restrict from, uint16_t* __restrict out) {
+inline void to_fp16_bits(const float* __restrict from, uint16_t* __restrict out) {
 #if defined(__AVX512F__)
   const __m256i halves = _mm512_maskz_cvtps_ph(kAll, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), halves);
@@ -183,14 +183,14 @@ inline int encode_halves(const float* __restrict from, const Factors& factors, u
     beyond += is_beyond;
     clamped[i] = magnitude > kInfinite ? bits_to_float(0x7FC00000u) : is_beyond ? most : scaled;
   }
-  halves_of(clamped, out);
+  to_fp16_bits(clamped, out);
   return beyond;
 }
 
 template <int kCodec>
 inline int encode_16(const float* __restrict from, const Factors& factors, uint16_t* __restrict out) {
   if constexpr (kCodec == kFp16) return encode_halves(from, factors, out);
-  for (int i = 0; i < kLanes; ++i) out[i] = bfloat_of(from[i] * factors.scale);
+  for (int i = 0; i < kLanes; ++i) out[i] = to_bf16_bits(from[i] * factors.scale);
   return 0;
 }
 

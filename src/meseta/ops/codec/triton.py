@@ -16,11 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
-from meseta.ops.codec.layout import CODEC_LIST, RowLayout, ScaleBlock, read_draw, read_layouts
-from meseta.ops.codec.triton_kernels import BLOCKS, HEADER_WORDS, ROWS, decode_blocks, encode_blocks, form
-from meseta.ops.columns import Move
-from meseta.ops.device_words import device_words
-from meseta.ops.triton_shared import room_for_addresses, write_addresses
+from meseta.ops.codec.layout import CODEC_LIST, RowLayout, ScaleBlock, unpack_layouts, unpack_random_source
+from meseta.ops.codec.triton_kernels import BLOCKS, HEADER_WORDS, ROWS, decode_blocks, encode_blocks, kernel_variant
+from meseta.ops.columns import ColumnMove
+from meseta.ops.device_constants import device_constant
+from meseta.ops.triton_shared import padded_address_count, write_addresses
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 VECTOR = 4
@@ -34,7 +34,7 @@ class LaunchPlan(NamedTuple):
     num_blocks: int
     vector: int
     """Of float32 numbers: what divides every place where some begin or end, VECTOR at most."""
-    codes: int
+    code_vector: int
     """Of encoded ones, likewise."""
 
 
@@ -49,25 +49,25 @@ def encode_columns(
     overflows: Tensor | None,
 ) -> None:
     """See meseta.ops.codec.encode_columns; the integers are those of layout.py. Raises MesetaError as it does."""
-    exponent, (row,) = read_layouts("encode_columns", layout)
-    draw = read_draw("encode_columns", row, random)
+    exponent, (row,) = unpack_layouts("encode_columns", layout)
+    draw = unpack_random_source("encode_columns", row, random)
     matrices = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
     shapes = tuple((m.shape[1], m.stride(0), m.data_ptr() // 4 % VECTOR) for m in matrices)
     plan = _encode_plan(row, tuple(moves), shapes, (0,) * len(row.pieces) if draw is None else draw.columns)
     if len(out) == 0 or plan.num_blocks == 0:
         return
     drawn = 0 if draw is None else 1 if rows is None else 2
-    codes = gcd(plan.codes, out.data_ptr() // row.codec.number_bytes)
+    codes = gcd(plan.code_vector, out.data_ptr() // row.codec.element_bytes)
     with torch.cuda.device_of(out):
         encode_blocks[_grid(len(out), plan)](
             out,
             _addresses(matrices, out),
-            _words(plan, exponent, scale, row.num_bytes, out.device),
-            None if draw is None else device_words((draw.first_row, *draw.keys), out.device),
+            _plan_words(plan, exponent, scale, row.num_bytes, out.device),
+            None if draw is None else device_constant((draw.first_row, *draw.keys), out.device),
             rows,
             overflows if row.codec.name == "fp16" else None,
             len(out),
-            FORM=form(layout[0], drawn, plan.vector, codes),
+            FORM=kernel_variant(layout[0], drawn, plan.vector, codes),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -82,24 +82,24 @@ def decode_columns(
         return
     codec = CODEC_LIST[layout[0]]
     vector = gcd(plan.vector, out.stride(0), out.data_ptr() // 4)
-    codes = gcd(plan.codes, *(matrix.data_ptr() // codec.number_bytes for matrix in sources))
+    codes = gcd(plan.code_vector, *(matrix.data_ptr() // codec.element_bytes for matrix in sources))
     with torch.cuda.device_of(out):
         decode_blocks[_grid(len(out), plan)](
             out,
             _addresses(sources, out),
-            _words(plan, -layout[1] if codec.name == "fp16" else 0, scale, 0, out.device),
+            _plan_words(plan, -layout[1] if codec.name == "fp16" else 0, scale, 0, out.device),
             len(out),
             out.stride(0),
-            FORM=form(layout[0], 0, vector, codes),
+            FORM=kernel_variant(layout[0], 0, vector, codes),
             num_warps=4,
             enable_fp_fusion=False,
         )
 
 
-def _words(plan: LaunchPlan, exponent: int, scale: float, row_bytes: int, device: torch.device) -> Tensor:
+def _plan_words(plan: LaunchPlan, exponent: int, scale: float, row_bytes: int, device: torch.device) -> Tensor:
     """The plan behind what may be another one in another step."""
     (scale_bits,) = unpack("<i", pack("<f", scale))
-    return device_words((plan.num_blocks, (exponent + 127) << 23, scale_bits, row_bytes, *plan.words), device)
+    return device_constant((plan.num_blocks, (exponent + 127) << 23, scale_bits, row_bytes, *plan.words), device)
 
 
 def _grid(num_rows: int, plan: LaunchPlan) -> tuple[int, int]:
@@ -107,26 +107,31 @@ def _grid(num_rows: int, plan: LaunchPlan) -> tuple[int, int]:
 
 
 def _addresses(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
-    addresses = torch.empty(max(room_for_addresses(len(matrices)), 1), dtype=torch.int64, device=out.device)
+    addresses = torch.empty(max(padded_address_count(len(matrices)), 1), dtype=torch.int64, device=out.device)
     write_addresses(addresses, matrices)
     return addresses
 
 
-def _checked(operator: str, moves: tuple[int, ...], widths: Sequence[int], num_columns: int) -> list[Move]:
+def _check_moves(operator: str, moves: tuple[int, ...], widths: Sequence[int], num_columns: int) -> list[ColumnMove]:
     """Raises MesetaError for columns outside."""
-    checked = [Move(*moves[at : at + 5]) for at in range(0, len(moves), 5)]
+    checked = [ColumnMove(*moves[at : at + 5]) for at in range(0, len(moves), 5)]
     for move in checked:
         if not 0 <= move.source < len(widths):
             raise MesetaError(f"{operator}: source {move.source} is outside 0..{len(widths) - 1}")
         limit = widths[move.source]
-        if move.width < 0 or not 0 <= move.start <= limit - move.width or not 0 <= move.to <= num_columns - move.width:
+        if (
+            move.width < 0
+            or not 0 <= move.start <= limit - move.width
+            or not 0 <= move.target <= num_columns - move.width
+        ):
             raise MesetaError(
-                f"{operator}: {move.width} columns from {move.start} of {limit} cannot go to {move.to} of {num_columns}"
+                f"{operator}: {move.width} columns from {move.start} of {limit} cannot go to {move.target} of "
+                f"{num_columns}"
             )
     return [move for move in checked if move.width]
 
 
-def _table(lines: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> tuple[int, ...]:
+def _pack_blocks(lines: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> tuple[int, ...]:
     """The line of each block with the first of its parts and how many they are, then all parts."""
     words: list[int] = []
     parts: list[int] = []
@@ -143,54 +148,60 @@ def _encode_plan(
 ) -> LaunchPlan:
     """`shapes`: columns, numbers from row to row, and address in numbers modulo VECTOR of each source. `columns` of the
     tables that pieces begin with."""
-    checked = _checked("encode_columns", moves, [width for width, _, _ in shapes], row.num_columns)
-    lines, vector, codes = [], VECTOR, gcd(VECTOR, row.num_bytes // row.codec.number_bytes)
+    checked = _check_moves("encode_columns", moves, [width for width, _, _ in shapes], row.num_columns)
+    lines, vector, codes = [], VECTOR, gcd(VECTOR, row.num_bytes // row.codec.element_bytes)
     for index, block in enumerate(row.blocks()):
         parts: list[tuple[int, ...]] = []
         for move in checked:
-            low, high = max(move.to, block.first), min(move.to + move.width, block.first + block.width)
+            low, high = (
+                max(move.target, block.first_column),
+                min(move.target + move.width, block.first_column + block.width),
+            )
             if low < high:
                 _, stride, place = shapes[move.source]
-                start = move.start - move.to + block.first
-                first, last = low - block.first, high - block.first
+                start = move.start - move.target + block.first_column
+                first, last = low - block.first_column, high - block.first_column
                 parts.append((move.source, start, stride, first, last, move.add))
                 vector = gcd(vector, place, start, stride, first, last)
-        codes = gcd(codes, block.first, block.width)
-        is_odd = row.codec.block_bytes and row.num_columns % 2 and index == len(row.blocks()) - 1
-        scale_at = row.scales_at + 2 * index
+        codes = gcd(codes, block.first_column, block.width)
+        is_odd = row.codec.scale_bytes and row.num_columns % 2 and index == len(row.blocks()) - 1
+        scale_at = row.scales_offset + 2 * index
         lines.append(
             (
                 (
-                    block.first,
+                    block.first_column,
                     block.width,
                     scale_at,
                     int(bool(is_odd)),
                     block.piece,
-                    columns[block.piece] + block.inside,
+                    columns[block.piece] + block.piece_column,
                 ),
                 parts,
             )
         )
-    return LaunchPlan(_table(lines), len(lines), vector, codes)
+    return LaunchPlan(_pack_blocks(lines), len(lines), vector, codes)
 
 
 @lru_cache(maxsize=256)
 def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: int) -> LaunchPlan:
     """Blocks are those of the result, and parts have one scale each."""
-    _, rows = read_layouts("decode_columns", layout)
-    checked = _checked("decode_columns", moves, [row.num_columns for row in rows], num_columns)
+    _, rows = unpack_layouts("decode_columns", layout)
+    checked = _check_moves("decode_columns", moves, [row.num_columns for row in rows], num_columns)
     parts: dict[int, list[tuple[int, ...]]] = {}
     vector = codes = VECTOR
     for move in checked:
         row = rows[move.source]
-        codes = gcd(codes, row.num_bytes // row.codec.number_bytes)
-        for index, block in enumerate(_scaled(row)):
-            low, high = max(move.start, block.first), min(move.start + move.width, block.first + block.width)
+        codes = gcd(codes, row.num_bytes // row.codec.element_bytes)
+        for index, block in enumerate(_scale_blocks(row)):
+            low, high = (
+                max(move.start, block.first_column),
+                min(move.start + move.width, block.first_column + block.width),
+            )
             while low < high:  # in blocks of the result
-                to = move.to + low - move.start
+                to = move.target + low - move.start
                 first = to % COLUMN_BLOCK
                 last = min(COLUMN_BLOCK, first + high - low)
-                part = (move.source, low - first, row.num_bytes, first, last, move.add, row.scales_at + 2 * index)
+                part = (move.source, low - first, row.num_bytes, first, last, move.add, row.scales_offset + 2 * index)
                 vector, codes = gcd(vector, first, last), gcd(codes, low - first, first, last)
                 parts.setdefault(to // COLUMN_BLOCK, []).append(part)
                 low += last - first
@@ -198,9 +209,9 @@ def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: i
         ((block * COLUMN_BLOCK, int(any(part[5] for part in of_block))), of_block)
         for block, of_block in sorted(parts.items())
     ]
-    return LaunchPlan(_table(lines), len(lines), vector, codes)
+    return LaunchPlan(_pack_blocks(lines), len(lines), vector, codes)
 
 
-def _scaled(row: RowLayout) -> Sequence[ScaleBlock]:
+def _scale_blocks(row: RowLayout) -> Sequence[ScaleBlock]:
     """Columns that share a scale, or all of them."""
-    return row.blocks() if row.codec.block_bytes else (ScaleBlock(0, 0, row.num_columns, 0),)
+    return row.blocks() if row.codec.scale_bytes else (ScaleBlock(0, 0, row.num_columns, 0),)

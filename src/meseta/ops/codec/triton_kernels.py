@@ -32,7 +32,7 @@ DECODE_PART = tl.constexpr(7)
 
 
 @no_type_check
-def form(codec, drawn, vector, codes):
+def kernel_variant(codec, drawn, vector, codes):
     """What a kernel is compiled for, as one number; `drawn` 0: to the nearest; 1: the number of the first row stands
     before the keys; 2: `rows` points to the numbers of all."""
     return codec + 8 * drawn + 32 * vector + 256 * codes
@@ -50,7 +50,7 @@ def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: t
     live = block < tl.load(plan)
     row_bytes = tl.load(plan + 3)
     words = plan + HEADER_WORDS + block * ENCODE_WORDS
-    values = _placed(addresses, plan, words, live, row, num_rows, _factor(plan, 2), FORM // 32 % 8)
+    values = _gather_columns(addresses, plan, words, live, row, num_rows, _load_factor(plan, 2), FORM // 32 % 8)
     lane = tl.arange(0, 16)[None, None, :]
     inside = (row < num_rows)[:, None, None] & live[None, :, None]
     line = out + row[:, None] * row_bytes
@@ -58,7 +58,7 @@ def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: t
     width = tl.multiple_of(tl.load(words + 1, mask=live, other=0), CODES)
     inside = inside & (lane < width[None, :, None])
     if CODEC <= BF16:
-        codes, beyond = _halves(values, _factor(plan, 1)) if CODEC == FP16 else _bfloats(values)
+        codes, beyond = _to_fp16_bits(values, _load_factor(plan, 1)) if CODEC == FP16 else _to_bf16_bits(values)
         to = (line + 2 * first[None, :]).to(tl.pointer_type(tl.uint16))
         to = tl.multiple_of(to, [2 * CODES, 2 * CODES])
         tl.store(to[:, :, None] + lane, codes.to(tl.uint16), mask=inside)
@@ -75,7 +75,7 @@ def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: t
             random = _cell_words(number, key, column)
         else:
             random = None
-        codes = _e4m3(quotients, random) if CODEC == FP8 else _int8(quotients, random)
+        codes = _to_e4m3(quotients, random) if CODEC == FP8 else _to_int8(quotients, random)
         to = tl.multiple_of(line + first[None, :], [CODES, CODES])
         tl.store(to[:, :, None] + lane, codes.to(tl.uint8), mask=inside)
         at = tl.load(words + 2, mask=live, other=0)
@@ -89,13 +89,13 @@ def encode_blocks(out, addresses, plan, keys, rows, overflows, num_rows, FORM: t
 
 @triton.jit
 @no_type_check
-def _factor(plan, at):
+def _load_factor(plan, at):
     return tl.load(plan + at).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 @no_type_check
-def _placed(addresses, plan, words, live, row, num_rows, scale, VECTOR: tl.constexpr):
+def _gather_columns(addresses, plan, words, live, row, num_rows, scale, VECTOR: tl.constexpr):
     """The tile of float32 columns that the moves bring together, in their order; 0 where none does."""
     ROWS: tl.constexpr = row.shape[0]
     BLOCKS: tl.constexpr = live.shape[0]
@@ -140,7 +140,7 @@ def _quotients(values, LARGEST: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _whole(value, random):
+def _round(value, random):
     """To the nearest whole number, or up where the random bits, as a fraction, lie below the value's; within 2^22."""
     if random is None:
         rounded = (value + 12582912.0) - 12582912.0
@@ -153,25 +153,25 @@ def _whole(value, random):
 
 @triton.jit
 @no_type_check
-def _int8(quotients, random):
-    code = _whole(quotients, random).to(tl.int32)
+def _to_int8(quotients, random):
+    code = _round(quotients, random).to(tl.int32)
     return tl.minimum(tl.maximum(code, -127), 127) & 0xFF
 
 
 @triton.jit
 @no_type_check
-def _e4m3(quotients, random):
+def _to_e4m3(quotients, random):
     bits = quotients.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, 121)  # of the power of two below, 2^-6 at least
     shift = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # which leaves three bits behind the first
-    whole = _whole(tl.abs(quotients) * shift, random).to(tl.int32)
+    whole = _round(tl.abs(quotients) * shift, random).to(tl.int32)
     code = tl.minimum(((exponent - 121) << 3) + whole, 0x7E)
     return code | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 @no_type_check
-def _halves(values, power):
+def _to_fp16_bits(values, power):
     """Bits of float16, and which numbers were too large."""
     scaled = values * power
     bits = values.to(tl.int32, bitcast=True)
@@ -184,7 +184,7 @@ def _halves(values, power):
 
 @triton.jit
 @no_type_check
-def _bfloats(values):
+def _to_bf16_bits(values):
     bits = values.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -226,25 +226,25 @@ def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
     count = tl.load(words + 3, mask=live, other=0)
     is_row = (row < num_rows)[:, None, None]
     # Lanes behind the last column may lie outside of the result: only those that some part names are touched.
-    touched = _touched(plan, begin, count, VECTOR) & is_row
+    touched = _touched_lanes(plan, begin, count, VECTOR) & is_row
     values = tl.load(to, mask=touched & adds[None, :, None], other=0.0)
     for k in range(tl.max(count, axis=0)):
         there = k < count
         part = plan + begin + k * DECODE_PART
         start = tl.load(part + 1, mask=there, other=0)
         behind = tl.load(part + 2, mask=there, other=0)
-        inside = is_row & _lanes(part, there, CODES)
+        inside = is_row & _part_lanes(part, there, CODES)
         base = tl.load(addresses + tl.load(part, mask=there, other=0), mask=there, other=0)
         line = base[None, :] + row[:, None] * behind[None, :]
-        number = _number(line + start[None, :] * (2 if CODEC <= BF16 else 1), lane, inside, CODEC, CODES)
+        number = _load_numbers(line + start[None, :] * (2 if CODEC <= BF16 else 1), lane, inside, CODEC, CODES)
         if CODEC <= BF16:
-            number = number * _factor(plan, 1)
+            number = number * _load_factor(plan, 1)
         else:
             at = line + tl.load(part + 6, mask=there, other=0)[None, :]
             known = (row < num_rows)[:, None] & there[None, :]
             unit = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=known, other=0).to(tl.uint32) << 16
             number = number * unit.to(tl.float32, bitcast=True)[:, :, None]
-        number = number * _factor(plan, 2)
+        number = number * _load_factor(plan, 2)
         sums = tl.load(part + 5, mask=there, other=0) != 0
         values = tl.where(inside, tl.where(sums[None, :, None], values + number, number), values)
     tl.store(to, values, mask=touched)
@@ -252,7 +252,7 @@ def decode_blocks(out, addresses, plan, num_rows, stride, FORM: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _lanes(part, there, VECTOR: tl.constexpr):
+def _part_lanes(part, there, VECTOR: tl.constexpr):
     """[1, BLOCKS, 16]: the lanes that a part names."""
     lane = tl.arange(0, 16)[None, None, :]
     first = tl.multiple_of(tl.load(part + 3, mask=there, other=0), VECTOR)
@@ -262,16 +262,16 @@ def _lanes(part, there, VECTOR: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _touched(plan, begin, count, VECTOR: tl.constexpr):
-    lanes = _lanes(plan + begin, count > 0, VECTOR)
+def _touched_lanes(plan, begin, count, VECTOR: tl.constexpr):
+    lanes = _part_lanes(plan + begin, count > 0, VECTOR)
     for k in range(1, tl.max(count, axis=0)):
-        lanes = lanes | _lanes(plan + begin + k * DECODE_PART, k < count, VECTOR)
+        lanes = lanes | _part_lanes(plan + begin + k * DECODE_PART, k < count, VECTOR)
     return lanes
 
 
 @triton.jit
 @no_type_check
-def _number(line, lane, inside, CODEC: tl.constexpr, CODES: tl.constexpr):
+def _load_numbers(line, lane, inside, CODEC: tl.constexpr, CODES: tl.constexpr):
     """Tile of float32 of what is written at `line` [ROWS, BLOCKS], an address, and the lanes behind it."""
     if CODEC <= BF16:
         halves = tl.multiple_of(line.to(tl.pointer_type(tl.uint16)), [2 * CODES, 2 * CODES])

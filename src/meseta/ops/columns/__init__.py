@@ -14,14 +14,14 @@ from meseta.ops.library import register
 from meseta.spec import MesetaError
 
 
-class Move(NamedTuple):
+class ColumnMove(NamedTuple):
     """Some columns of a matrix, and where they go."""
 
     source: int
     """Index of the matrix."""
     start: int
     """First column there."""
-    to: int
+    target: int
     """First column of the result."""
     width: int
     """How many columns."""
@@ -29,13 +29,13 @@ class Move(NamedTuple):
     """1: added to what earlier moves brought there. 0: written over it."""
 
 
-def join_moves(moves: Iterable[Move]) -> tuple[int, ...]:
+def pack_moves(moves: Iterable[ColumnMove]) -> tuple[int, ...]:
     """The same moves, as numbers for `place_columns`, neighbours made one where they are neighbours on both sides."""
-    joined: list[Move] = []
+    joined: list[ColumnMove] = []
     for move in moves:
         last = joined[-1] if joined else None
         follows = last is not None and move == (
-            last.source, last.start + last.width, last.to + last.width, move.width, last.add,
+            last.source, last.start + last.width, last.target + last.width, move.width, last.add,
         )  # fmt: skip
         if last is not None and follows:
             joined[-1] = last._replace(width=last.width + move.width)
@@ -44,16 +44,16 @@ def join_moves(moves: Iterable[Move]) -> tuple[int, ...]:
     return tuple(number for move in joined for number in move)
 
 
-def split_moves(numbers: Sequence[int]) -> list[Move]:
-    """The moves that `join_moves` has made numbers of."""
-    size = len(Move._fields)
-    return [Move(*numbers[first : first + size]) for first in range(0, len(numbers), size)]
+def unpack_moves(numbers: Sequence[int]) -> list[ColumnMove]:
+    """The moves that `pack_moves` has made numbers of."""
+    size = len(ColumnMove._fields)
+    return [ColumnMove(*numbers[first : first + size]) for first in range(0, len(numbers), size)]
 
 
 def place_columns(out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], scale: float = 1.0) -> None:
     """Write columns of the sources, [B, any] each, times `scale` to `out` [B, columns], in place.
 
-    `moves` are those that `join_moves` returns. In each row they are done one after the other, so sums are added in
+    `moves` are those that `pack_moves` returns. In each row they are done one after the other, so sums are added in
     their order. Columns that no move names stay. All matrices have one type, float32 or float64; `out` has contiguous
     columns and shares no memory with a source. Raises MesetaError for matrices that do not fit together and, on a CPU,
     for columns outside them.
@@ -69,7 +69,7 @@ def _check(out: Tensor, sources: list[Tensor], moves: list[int]) -> None:
                 f"{list(out.shape)}; all must have one type and as many rows"
             )
     apart = out.numel() > 0 and out.stride(1) != 1  # an empty matrix of numpy has strides of 0
-    if out.dtype not in (torch.float32, torch.float64) or apart or len(moves) % len(Move._fields):
+    if out.dtype not in (torch.float32, torch.float64) or apart or len(moves) % len(ColumnMove._fields):
         raise MesetaError(
             f"place_columns: {len(moves)} numbers of moves, and a result of {out.dtype} with strides {out.stride()}; "
             "give five numbers for each move, and float32 or float64 with contiguous columns"

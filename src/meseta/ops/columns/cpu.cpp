@@ -17,7 +17,7 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kRows = 64;
-constexpr int64_t kBlocksOfThread = 4;  // fewer rows are not worth a second thread
+constexpr int64_t kMinBlocksPerThread = 4;  // fewer rows are not worth a second thread
 
 template <typename T>
 void place(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves, T scale,
@@ -25,7 +25,7 @@ void place(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, cons
   const auto [address, num_rows, num_columns, stride] = out;
   const std::vector<Strip<T>> strips = checked_strips<T>(sources, moves, num_columns);
   const int64_t num_blocks = (num_rows + kRows - 1) / kRows;
-  const int threads = int(std::clamp<int64_t>(num_blocks / kBlocksOfThread, 1, std::max(num_threads, 1)));
+  const int threads = int(std::clamp<int64_t>(num_blocks / kMinBlocksPerThread, 1, std::max(num_threads, 1)));
   T* const to = reinterpret_cast<T*>(address);
   parallel_tasks(threads, num_blocks, [&, stride = stride, num_rows = num_rows](int64_t block) {
     const int64_t first = block * kRows, last = std::min(first + kRows, num_rows);

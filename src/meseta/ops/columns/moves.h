@@ -9,24 +9,24 @@
 
 namespace meseta {
 
-struct Move {
+struct ColumnMove {
   int64_t source, from, to, width;
   bool add;
 };
 
 // `moves`: for each (source, first column there, first column of the result, columns, whether to add). `widths`: the
 // columns of each source.
-inline std::vector<Move> checked_moves(const std::vector<int64_t>& moves, const std::vector<int64_t>& widths,
+inline std::vector<ColumnMove> checked_moves(const std::vector<int64_t>& moves, const std::vector<int64_t>& widths,
                                        int64_t num_columns) {
   constexpr size_t kFields = 5;
   const int64_t num_sources = int64_t(widths.size());
-  std::vector<Move> checked;
+  std::vector<ColumnMove> checked;
   for (size_t m = 0; m + kFields <= moves.size(); m += kFields) {
     const int64_t source = moves[m], from = moves[m + 1], to = moves[m + 2], width = moves[m + 3];
-    if (source < 0 || source >= num_sources) refuse("source ", source, " is outside 0..", num_sources - 1);
+    if (source < 0 || source >= num_sources) throw_invalid_argument("source ", source, " is outside 0..", num_sources - 1);
     const int64_t limit = widths[size_t(source)];
     if (width < 0 || from < 0 || from > limit - width || to < 0 || to > num_columns - width)
-      refuse(width, " columns from ", from, " of ", limit, " cannot go to ", to, " of ", num_columns);
+      throw_invalid_argument(width, " columns from ", from, " of ", limit, " cannot go to ", to, " of ", num_columns);
     checked.push_back({source, from, to, width, moves[m + 4] != 0});
   }
   return checked;
@@ -49,7 +49,7 @@ std::vector<Strip<T>> checked_strips(const std::vector<int64_t>& sources, const 
   std::vector<int64_t> widths;
   for (size_t s = 0; s + kMatrix <= sources.size(); s += kMatrix) widths.push_back(sources[s + 1]);
   std::vector<Strip<T>> strips;
-  for (const Move& move : checked_moves(moves, widths, num_columns)) {
+  for (const ColumnMove& move : checked_moves(moves, widths, num_columns)) {
     const int64_t* const matrix = sources.data() + size_t(move.source) * kMatrix;
     strips.push_back({reinterpret_cast<const T*>(matrix[0]) + move.from, matrix[2], move.to, move.width, move.add});
   }
@@ -71,7 +71,7 @@ void move_rows(const Strip<T>& strip, int64_t first, int64_t last, T* out, int64
   }
 }
 
-// Rows [first, last) of the sources to `out`, where the first of them goes. kFar: `out` lies in memory, not in a cache.
+// Rows [first, last) of the sources to `out`, where the first of them goes. kBackingStore: `out` lies in memory, not in a cache.
 template <bool kFar, typename T>
 void place_strips(const std::vector<Strip<T>>& strips, int64_t first, int64_t last, T* out, int64_t stride, T scale) {
   for (const Strip<T>& strip : strips)

@@ -30,7 +30,7 @@ def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"
     return reference.dot_interaction(x, pooled) if torch.compiler.is_exporting() else _forward(x, pooled)
 
 
-def _compiled(x: Tensor, pooled: Tensor) -> bool:
+def _has_kernel(x: Tensor, pooled: Tensor) -> bool:
     return pooled.dtype == torch.float32 and x.dtype in {torch.float32, torch.bfloat16}
 
 
@@ -45,7 +45,7 @@ def _check(x: Tensor, pooled: Tensor) -> None:
         raise MesetaError(f"dot_interaction: x is {x.dtype} and pooled {pooled.dtype}; give floats")
 
 
-def _width(x: Tensor, pooled: Tensor) -> Any:
+def _output_width(x: Tensor, pooled: Tensor) -> Any:
     """Columns of the result."""
     num_features = pooled.shape[1] // x.shape[1]
     return x.shape[1] + num_features * (num_features + 1) // 2
@@ -54,16 +54,16 @@ def _width(x: Tensor, pooled: Tensor) -> Any:
 def _flops(x: Tensor, pooled: Tensor) -> int:
     """Of each pair of vectors of each sample; of all with all where plain torch multiplies them."""
     num_vectors = pooled.shape[1] // x.shape[1] + 1
-    pairs = num_vectors * (num_vectors - 1) // 2 if _compiled(x, pooled) else num_vectors**2
+    pairs = num_vectors * (num_vectors - 1) // 2 if _has_kernel(x, pooled) else num_vectors**2
     return 2 * pairs * x.numel()
 
 
 def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
     _check(x, pooled)
-    if not _compiled(x, pooled):
+    if not _has_kernel(x, pooled):
         return reference.dot_interaction(x, pooled, batched_product)
     x, pooled = x.contiguous(), pooled.contiguous()
-    out = empty((x.shape[0], _width(x, pooled)), x.dtype)
+    out = empty((x.shape[0], _output_width(x, pooled)), x.dtype)
     core().dot_interaction(
         x.shape[0],
         pooled.shape[1] // x.shape[1],
@@ -79,12 +79,12 @@ def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
 
 def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
     _check(x, pooled)
-    if gradient.shape != (x.shape[0], _width(x, pooled)) or gradient.dtype != x.dtype:
+    if gradient.shape != (x.shape[0], _output_width(x, pooled)) or gradient.dtype != x.dtype:
         raise MesetaError(
             f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, the result was "
-            f"{x.dtype} {(x.shape[0], _width(x, pooled))}; give it the same type and shape"
+            f"{x.dtype} {(x.shape[0], _output_width(x, pooled))}; give it the same type and shape"
         )
-    if not _compiled(x, pooled):
+    if not _has_kernel(x, pooled):
         return reference.dot_interaction_backward(gradient, x, pooled, batched_product)
     gradient, x, pooled = gradient.contiguous(), x.contiguous(), pooled.contiguous()
     x_gradient, pooled_gradient = torch.empty_like(x), empty(pooled.shape, pooled.dtype)
@@ -107,7 +107,7 @@ _forward = register(
     "dot_interaction(Tensor x, Tensor pooled) -> Tensor",
     cpu=_forward_cpu,
     cuda=reference.dot_interaction,
-    fake=lambda x, pooled: x.new_empty(x.shape[0], _width(x, pooled)),
+    fake=lambda x, pooled: x.new_empty(x.shape[0], _output_width(x, pooled)),
     flops=_flops,
 )
 _backward = register(
@@ -116,17 +116,17 @@ _backward = register(
     cuda=reference.dot_interaction_backward,
     fake=lambda gradient, x, pooled: (x.new_empty(x.shape), pooled.new_empty(pooled.shape)),
     # A product has a gradient for each of its two vectors; of all with all, both are in the sum of the transposes.
-    flops=lambda gradient, x, pooled: _flops(x, pooled) * (2 if _compiled(x, pooled) else 1),
+    flops=lambda gradient, x, pooled: _flops(x, pooled) * (2 if _has_kernel(x, pooled) else 1),
 )
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_of_call(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = _backward(gradient, *ctx.saved_tensors)
     return result
 
 
-torch.library.register_autograd("meseta::dot_interaction", _differentiate, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("meseta::dot_interaction", _backward_of_call, setup_context=_setup_context, lib=LIBRARY)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float
-from meseta.ops.device_words import device_words
+from meseta.ops.device_constants import device_constant
 
-Product = Callable[[Tensor, Tensor], Tensor]
+BatchedMatmul = Callable[[Tensor, Tensor], Tensor]
 
 
 def dot_interaction(
-    x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"], bmm: Product = torch.bmm
+    x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"], bmm: BatchedMatmul = torch.bmm
 ) -> Float[Tensor, "B D_plus_P"]:
     """As meseta.ops.dot_interaction, with `bmm` for its products."""
     vectors, index = _vectors(x, pooled)
@@ -28,7 +28,7 @@ def dot_interaction_backward(
     gradient: Float[Tensor, "B D_plus_P"],
     x: Float[Tensor, "B D"],
     pooled: Float[Tensor, "B F_times_D"],
-    bmm: Product = torch.bmm,
+    bmm: BatchedMatmul = torch.bmm,
 ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B F_times_D"]]:
     """Gradients of x and pooled: of a pair's product, each vector takes the other one."""
     vectors, index = _vectors(x, pooled)
@@ -46,7 +46,7 @@ def _vectors(x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
     vectors = torch.cat([x.to(pooled.dtype), pooled], dim=1).unflatten(1, (-1, x.shape[1]))
     size = vectors.shape[1]
     if x.is_cuda:  # where each operator is a launch
-        return vectors, device_words(_lower_triangle(size), x.device)
+        return vectors, device_constant(_lower_triangle(size), x.device)
     rows, columns = torch.tril_indices(size, size, offset=-1, device=x.device)
     return vectors, rows * size + columns
 

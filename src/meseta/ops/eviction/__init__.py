@@ -11,9 +11,9 @@ from meseta.spec import MesetaError
 
 HALF_LIVES = (4, 1, 2, 16)
 """Lookups for each slot after which a request counts half: the first one, until trials tell another."""
-KEPT_PER_SLOT = 8
+GHOST_SCORES_PER_SLOT = 8
 """Scores kept of rows that have left, for each slot, where the table has as many rows."""
-POLICY_BYTES = 1 + KEPT_PER_SLOT + 9
+MAX_POLICY_BYTES_PER_SLOT = 1 + GHOST_SCORES_PER_SLOT + 9
 """A slot takes so many at most: its score, those that are kept, and trials, which large caches alone have."""
 
 
@@ -39,7 +39,7 @@ class EvictionPolicy:
         if num_slots < 1 or num_rows < 1:
             raise MesetaError(f"eviction: {num_slots} slots for {num_rows} rows; there must be one of each at least")
         half_lives = [times * num_slots for times in HALF_LIVES]
-        self._policy = core().eviction(num_slots, min(num_rows, KEPT_PER_SLOT * num_slots), half_lives)
+        self._policy = core().eviction(num_slots, min(num_rows, GHOST_SCORES_PER_SLOT * num_slots), half_lives)
 
     def num_bytes(self) -> int:
         """Of memory."""
@@ -66,7 +66,7 @@ class EvictionPolicy:
         except ValueError as error:
             raise MesetaError(f"eviction: {error}") from None
 
-    def choose(
+    def choose_victims(
         self, count: int, rows: Int[Tensor, " slots"], num_pins: Int[Tensor, " slots"]
     ) -> Int[Tensor, " count"] | None:
         """So many slots whose rows are to leave, those that were never used first; None where fewer have no pin.

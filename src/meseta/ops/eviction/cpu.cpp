@@ -19,14 +19,14 @@ using Slots = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Pins = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check(const EvictionPolicy& policy, const Numbers& slots, const Numbers& rows) {
-  if (slots.shape(0) != rows.shape(0)) refuse(slots.shape(0), " slots have ", rows.shape(0), " rows; give one each");
+  if (slots.shape(0) != rows.shape(0)) throw_invalid_argument(slots.shape(0), " slots have ", rows.shape(0), " rows; give one each");
   for (size_t i = 0; i < slots.shape(0); ++i)
     if (slots.data()[i] < 0 || slots.data()[i] >= policy.num_slots())
-      refuse("slot ", slots.data()[i], " is outside 0..", policy.num_slots() - 1);
+      throw_invalid_argument("slot ", slots.data()[i], " is outside 0..", policy.num_slots() - 1);
 }
 
 nb::capsule make(int64_t num_slots, int64_t num_kept, const std::vector<int64_t>& half_lives) {
-  if (num_slots < 1 || num_kept < 1 || half_lives.empty()) refuse("there must be a slot, a score and a half-life");
+  if (num_slots < 1 || num_kept < 1 || half_lives.empty()) throw_invalid_argument("there must be a slot, a score and a half-life");
   return {new EvictionPolicy(num_slots, num_kept, half_lives), [](void* p) noexcept { delete static_cast<EvictionPolicy*>(p); }};
 }
 
@@ -35,7 +35,7 @@ EvictionPolicy& of(const nb::capsule& capsule) { return *static_cast<EvictionPol
 }  // namespace
 
 void bind_eviction(nb::module_& m) {
-  m.def("eviction", &make, nb::arg("num_slots"), nb::arg("num_kept"), nb::arg("half_lives"));
+  m.def("eviction", &make, nb::arg("num_slots"), nb::arg("num_ghosts"), nb::arg("half_lives"));
   m.def(
       "eviction_touch",
       [](const nb::capsule& policy, Numbers slots, Numbers rows, int64_t num_lookups) {
@@ -56,7 +56,7 @@ void bind_eviction(nb::module_& m) {
       [](const nb::capsule& policy, Numbers rows, Pins pins, Slots out) {
         const auto num_slots = of(policy).num_slots();
         if (int64_t(rows.shape(0)) != num_slots || rows.shape(0) != pins.shape(0))
-          refuse("there are ", num_slots, " slots, but rows of ", rows.shape(0), " and pins of ", pins.shape(0));
+          throw_invalid_argument("there are ", num_slots, " slots, but rows of ", rows.shape(0), " and pins of ", pins.shape(0));
         const auto is_pinned = [pin = pins.data()](int64_t slot) { return pin[slot] != 0; };
         return of(policy).choose(int64_t(out.shape(0)), rows.data(), is_pinned, out.data());
       },

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ops/eviction/score_table.h"
-#include "ops/eviction/trial.h"
+#include "ops/eviction/shadow_cache.h"
 
 namespace meseta {
 
@@ -16,15 +16,15 @@ class EvictionPolicy {
   // `half_lives`, of which the first is used until trials have told another, are in lookups.
   EvictionPolicy(int64_t num_slots, int64_t num_kept, const std::vector<int64_t>& half_lives)
       : table_(num_slots, num_kept, half_lives.at(0)), half_life_(half_lives.at(0)) {
-    if (half_lives.size() < 2 || num_slots < kLeastSlots) return;
-    shrink_ = std::min(int(std::bit_width(uint64_t(num_slots / kTrialSlots))) - 1, kMostShrink);
-    for (const int64_t half_life : half_lives) trials_.emplace_back(num_slots, num_kept, shrink_, half_life);
+    if (half_lives.size() < 2 || num_slots < kMinShadowedSlots) return;
+    shrink_ = std::min(int(std::bit_width(uint64_t(num_slots / kMinShadowSlots))) - 1, kMaxShrink);
+    for (const int64_t half_life : half_lives) shadow_caches_.emplace_back(num_slots, num_kept, shrink_, half_life);
   }
 
   int64_t half_life() const { return half_life_; }
   size_t num_bytes() const {
     size_t bytes = table_.num_bytes();
-    for (const Trial& trial : trials_) bytes += trial.num_bytes();
+    for (const ShadowCache& trial : shadow_caches_) bytes += trial.num_bytes();
     return bytes;
   }
 
@@ -32,13 +32,13 @@ class EvictionPolicy {
   void touch(const int64_t* slots, const int64_t* rows, int64_t count, int64_t num_lookups) {
     for (int64_t i = 0; i < count; ++i) table_.touch(slots[i]);
     table_.pass(num_lookups);
-    if (trials_.empty()) return;
+    if (shadow_caches_.empty()) return;
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t word = Trial::sample_word(rows[i]);
+      const uint64_t word = ShadowCache::sample_hash(rows[i]);
       if (word >> (64 - shrink_) != 0) continue;
-      for (Trial& trial : trials_) trial.ask(rows[i], word);
+      for (ShadowCache& trial : shadow_caches_) trial.ask(rows[i], word);
     }
-    for (Trial& trial : trials_) trial.pass(num_lookups);
+    for (ShadowCache& trial : shadow_caches_) trial.pass(num_lookups);
     review(num_lookups);
   }
 
@@ -56,29 +56,29 @@ class EvictionPolicy {
   int64_t num_slots() const { return table_.num_slots(); }
 
  private:
-  static constexpr int64_t kLeastSlots = 8192, kTrialSlots = 512;  // fewer, and their misses tell little
-  static constexpr int kMostShrink = 6;
+  static constexpr int64_t kMinShadowedSlots = 8192, kMinShadowSlots = 512;  // fewer, and their misses tell little
+  static constexpr int kMaxShrink = 6;
 
   // Now and then take the half-life of which the trial has missed least, if it is less by something.
   void review(int64_t num_lookups) {
-    since_review_ += num_lookups;
-    if (since_review_ < 2 * table_.num_slots()) return;
-    since_review_ = 0;
-    const auto least = std::min_element(trials_.begin(), trials_.end(),
-                                        [](const Trial& a, const Trial& b) { return a.misses() < b.misses(); });
-    for (const Trial& trial : trials_)
+    lookups_since_update_ += num_lookups;
+    if (lookups_since_update_ < 2 * table_.num_slots()) return;
+    lookups_since_update_ = 0;
+    const auto least = std::min_element(shadow_caches_.begin(), shadow_caches_.end(),
+                                        [](const ShadowCache& a, const ShadowCache& b) { return a.misses() < b.misses(); });
+    for (const ShadowCache& trial : shadow_caches_)
       if (trial.half_life() == half_life_ && least->misses() * 50 < trial.misses() * 49) {
         half_life_ = least->half_life();
         table_.set_half_life(half_life_);
         break;
       }
-    for (Trial& trial : trials_) trial.halve_misses();
+    for (ShadowCache& trial : shadow_caches_) trial.halve_misses();
   }
 
   ScoreTable table_;
-  int64_t half_life_, since_review_ = 0;
+  int64_t half_life_, lookups_since_update_ = 0;
   int shrink_ = 0;
-  std::vector<Trial> trials_;
+  std::vector<ShadowCache> shadow_caches_;
 };
 
 }  // namespace meseta

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-STEPS = 8
+SCORE_STEPS = 8
 """Of a score, to twice as much."""
-BEGIN = 24 * STEPS
+REQUEST_SCORE = 24 * SCORE_STEPS
 """Score of a request where no part of a half-life has passed."""
-WINDOW, LEAST_WINDOW = 8, 64
+WINDOW_FACTOR, MIN_WINDOW = 8, 64
 """Slots that are looked at for each that is needed, and in all at least."""
 
 
-def added(one: int, other: int) -> int:
+def add_scores(one: int, other: int) -> int:
     """The score of two scores together."""
-    return min(255, max(one, other) + int(STEPS * math.log2(1 + 2 ** (-abs(one - other) / STEPS)) + 0.5))
+    return min(255, max(one, other) + int(SCORE_STEPS * math.log2(1 + 2 ** (-abs(one - other) / SCORE_STEPS)) + 0.5))
 
 
-def choose(scores: Sequence[int], pins: Sequence[int], count: int, hand: int) -> tuple[list[int], int] | None:
+def choose_victims(scores: Sequence[int], pins: Sequence[int], count: int, hand: int) -> tuple[list[int], int] | None:
     """The slots that leave, in the order in which the hand meets them, and where it is then; None where too few may."""
     order = [*range(hand, len(scores)), *range(hand)]
-    seen = min(max(count * WINDOW, LEAST_WINDOW), len(scores))
+    seen = min(max(count * WINDOW_FACTOR, MIN_WINDOW), len(scores))
     while seen < len(scores) and sum(pins[slot] == 0 for slot in order[:seen]) < count:
         seen += 1
     candidates = [slot for slot in order[:seen] if pins[slot] == 0]

@@ -14,14 +14,14 @@ class ScoreTable {
  public:
   // A cache of slots 0..num_slots-1, all empty; `num_kept` scores are kept of rows that left.
   ScoreTable(int64_t num_slots, int64_t num_kept, int64_t half_life)
-      : scores_(size_t(num_slots)), kept_(size_t(std::max<int64_t>(num_kept, 1))), clock_(half_life) {}
+      : scores_(size_t(num_slots)), ghost_scores_(size_t(std::max<int64_t>(num_kept, 1))), clock_(half_life) {}
 
   int64_t num_slots() const { return int64_t(scores_.size()); }
-  size_t num_bytes() const { return scores_.size() + kept_.size(); }
+  size_t num_bytes() const { return scores_.size() + ghost_scores_.size(); }
   void set_half_life(int64_t half_life) { clock_.set(half_life); }
 
   // A row comes into a slot, with the score that was kept of it.
-  void admit(int64_t slot, int64_t row) { scores_[size_t(slot)] = kept_[place(row)]; }
+  void admit(int64_t slot, int64_t row) { scores_[size_t(slot)] = ghost_scores_[place(row)]; }
   // The row in a slot is asked for.
   void touch(int64_t slot) { scores_[size_t(slot)] = add_scores(scores_[size_t(slot)], clock_.now()); }
   // So many lookups were made.
@@ -29,7 +29,7 @@ class ScoreTable {
     const int halvings = clock_.pass(lookups);
     if (halvings == 0) return;
     lower_scores(scores_.data(), scores_.size(), halvings);
-    lower_scores(kept_.data(), kept_.size(), halvings);
+    lower_scores(ghost_scores_.data(), ghost_scores_.size(), halvings);
   }
 
   // Choose `count` slots of `rows` (negative: none) that are not pinned: first those that were never used, then those of
@@ -44,9 +44,9 @@ class ScoreTable {
   }
 
  private:
-  static constexpr int64_t kWindow = 8, kLeastWindow = 64;
+  static constexpr int64_t kWindow = 8, kMinWindow = 64;
 
-  size_t place(int64_t row) const { return size_t(uint64_t(row) % kept_.size()); }
+  size_t place(int64_t row) const { return size_t(uint64_t(row) % ghost_scores_.size()); }
 
   template <typename IsPinned>
   bool choose_used(int64_t count, const int64_t* rows, const IsPinned& is_pinned, int64_t* out) {
@@ -54,7 +54,7 @@ class ScoreTable {
     const auto after = [&](int64_t place) { return hand_ + place < num_used_ ? hand_ + place : hand_ + place - num_used_; };
     std::array<int64_t, 256> numbers{};
     int64_t candidates = 0, seen = 0;
-    const int64_t least = std::min(std::max(count * kWindow, kLeastWindow), num_used_);
+    const int64_t least = std::min(std::max(count * kWindow, kMinWindow), num_used_);
     for (; seen < num_used_ && (seen < least || candidates < count); ++seen) {
       const int64_t slot = after(seen);
       if (is_pinned(slot)) continue;
@@ -71,13 +71,13 @@ class ScoreTable {
       const size_t score = scores_[size_t(slot)];
       if (is_pinned(slot) || score > highest || (score == highest && equal-- <= 0)) continue;
       out[chosen++] = slot;
-      if (rows[slot] >= 0) kept_[place(rows[slot])] = uint8_t(score);
+      if (rows[slot] >= 0) ghost_scores_[place(rows[slot])] = uint8_t(score);
     }
     hand_ = seen == num_used_ ? hand_ : after(seen);
     return true;
   }
 
-  std::vector<uint8_t> scores_, kept_;
+  std::vector<uint8_t> scores_, ghost_scores_;
   ScoreClock clock_;
   int64_t num_used_ = 0, hand_ = 0;
 };

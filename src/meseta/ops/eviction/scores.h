@@ -15,7 +15,7 @@
 namespace meseta {
 
 constexpr int kScoreSteps = 8;
-constexpr int kScoreBegin = 24 * kScoreSteps;  // what a request counts after scores were lowered
+constexpr int kRequestScore = 24 * kScoreSteps;  // what a request counts after scores were lowered
 
 // By how much the larger of two scores that differ by d rises when they are added up.
 inline const std::array<uint8_t, 64>& score_rises() {
@@ -42,7 +42,7 @@ inline void lower_scores(uint8_t* scores, size_t count, int halvings) {
 class ScoreClock {
  public:
   ScoreClock(int64_t half_life) : half_life_(std::max<int64_t>(half_life, 1)) {}
-  int now() const { return kScoreBegin + int(kScoreSteps * lookups_ / half_life_); }
+  int now() const { return kRequestScore + int(kScoreSteps * lookups_ / half_life_); }
   // Returns how often scores are to be lowered.
   int pass(int64_t lookups) {
     lookups_ += lookups;

@@ -11,8 +11,8 @@ from meseta.jagged.shapes import Int
 from meseta.ops.core import core
 from meseta.ops.hash_ids import reference
 from meseta.ops.library import register
-from meseta.ops.tables import plain_ids
-from meseta.spec import MesetaError, nearest
+from meseta.ops.tables import contiguous_ids
+from meseta.spec import MesetaError, suggest
 
 HashMethod = Literal["splitmix64", "xxh64"]
 
@@ -40,11 +40,11 @@ def hash_ids(
 
 def _check_method(method: str) -> None:
     if method not in get_args(HashMethod):
-        raise MesetaError(f"hash_ids: method {method!r} is unknown; {nearest(method, get_args(HashMethod))}")
+        raise MesetaError(f"hash_ids: method {method!r} is unknown; {suggest(method, get_args(HashMethod))}")
 
 
 def _cpu(ids: Tensor, num_rows: int, seed: int, method: str) -> Tensor:
-    ids = plain_ids("hash_ids", ids)
+    ids = contiguous_ids("hash_ids", ids)
     _check_method(method)
     rows = torch.empty(ids.numel(), dtype=torch.int64)
     try:

@@ -38,7 +38,7 @@ void hash_all(const Id* ids, int64_t count, uint64_t num_rows, uint64_t seed, bo
 
 void hash_ids(uintptr_t ids, int64_t count, bool wide, int64_t num_rows, uint64_t seed, bool xxh, uintptr_t rows,
               int num_threads) {
-  if (num_rows < 1) refuse("num_rows must be at least 1, got ", num_rows);
+  if (num_rows < 1) throw_invalid_argument("num_rows must be at least 1, got ", num_rows);
   nb::gil_scoped_release unlocked;
   auto* out = reinterpret_cast<int64_t*>(rows);
   wide ? hash_all(reinterpret_cast<const int64_t*>(ids), count, uint64_t(num_rows), seed, xxh, out, num_threads)

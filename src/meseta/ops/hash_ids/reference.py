@@ -5,51 +5,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LOW = 0xFFFFFFFF
+_LOW_MASK = 0xFFFFFFFF
 _PRIMES = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 
 
 def hash_ids(ids: Tensor, num_rows: int, seed: int, method: str) -> Tensor:
     """See meseta.ops.hash_ids.hash_ids; int64."""
     ids = ids.to(torch.int64)
-    words = splitmix64(ids + _signed(seed * 0x9E3779B97F4A7C15)) if method == "splitmix64" else xxh64(ids, seed)
+    words = splitmix64(ids + _to_int64(seed * 0x9E3779B97F4A7C15)) if method == "splitmix64" else xxh64(ids, seed)
     return multiply_high(words, num_rows)
 
 
 def splitmix64(x: Tensor) -> Tensor:
     """First output of SplitMix64 seeded with each x, as int64."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _right(x, 31)
+    x = x + _to_int64(0x9E3779B97F4A7C15)
+    x = (x ^ _logical_shift_right(x, 30)) * _to_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _logical_shift_right(x, 27)) * _to_int64(0x94D049BB133111EB)
+    return x ^ _logical_shift_right(x, 31)
 
 
 def xxh64(x: Tensor, seed: int) -> Tensor:
     """XXH64 of the eight bytes of each x, least significant first, as int64."""
-    p1, p2, p3, p4 = (_signed(prime) for prime in _PRIMES[:4])
-    word = _signed(seed + _PRIMES[4] + 8) ^ (_rotate(x * p2, 31) * p1)
-    word = _rotate(word, 27) * p1 + p4
-    word = (word ^ _right(word, 33)) * p2
-    word = (word ^ _right(word, 29)) * p3
-    return word ^ _right(word, 32)
+    p1, p2, p3, p4 = (_to_int64(prime) for prime in _PRIMES[:4])
+    word = _to_int64(seed + _PRIMES[4] + 8) ^ (_rotate_left(x * p2, 31) * p1)
+    word = _rotate_left(word, 27) * p1 + p4
+    word = (word ^ _logical_shift_right(word, 33)) * p2
+    word = (word ^ _logical_shift_right(word, 29)) * p3
+    return word ^ _logical_shift_right(word, 32)
 
 
 def multiply_high(words: Tensor, size: int) -> Tensor:
     """The high 64 bits of word * size, with unsigned words and 0 <= size <= 2^63 - 1, by 32-bit halves."""
-    a, b, c, d = _right(words, 32), words & _LOW, size >> 32, size & _LOW
+    a, b, c, d = _logical_shift_right(words, 32), words & _LOW_MASK, size >> 32, size & _LOW_MASK
     middle = a * d  # below 2^64: what int64 makes of it is read as unsigned
-    carry = _right(b * d, 32) + (middle & _LOW) + (b * c & _LOW)
-    return a * c + _right(middle, 32) + _right(b * c, 32) + (carry >> 32)
+    carry = _logical_shift_right(b * d, 32) + (middle & _LOW_MASK) + (b * c & _LOW_MASK)
+    return a * c + _logical_shift_right(middle, 32) + _logical_shift_right(b * c, 32) + (carry >> 32)
 
 
-def _signed(word: int) -> int:
+def _to_int64(word: int) -> int:
     """The low 64 bits as torch's int64."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _right(x: Tensor, bits: int) -> Tensor:
+def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _rotate(x: Tensor, bits: int) -> Tensor:
-    return (x << bits) | _right(x, 64 - bits)
+def _rotate_left(x: Tensor, bits: int) -> Tensor:
+    return (x << bits) | _logical_shift_right(x, 64 - bits)

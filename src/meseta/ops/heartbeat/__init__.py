@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from meseta.ops.core import core
 
-PERIOD_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 """Between two beats."""
 
 
-def begin_heartbeat(descriptor: int, place: int) -> None:
+def start_heartbeat(descriptor: int, place: int) -> None:
     """From now on, each second and at once, write two int64 to byte `place`, a multiple of 8, of an open file: the time
     of CLOCK_MONOTONIC, and the processor time of this process, both in nanoseconds.
 
@@ -16,9 +16,9 @@ def begin_heartbeat(descriptor: int, place: int) -> None:
     not come says that the process does not run: stopped, swapping, or held up by a disk. A second call ends the first
     one's. A fork of this process has no beat. Raises ValueError where the file has no such place.
     """
-    core().begin_heartbeat(descriptor, place, PERIOD_S)
+    core().start_heartbeat(descriptor, place, HEARTBEAT_INTERVAL_S)
 
 
-def end_heartbeat() -> None:
+def stop_heartbeat() -> None:
     """Write no more, if anything is written."""
-    core().end_heartbeat()
+    core().stop_heartbeat()

@@ -73,31 +73,31 @@ class Heartbeat {
   std::thread thread_;
 };
 
-Heartbeat* beating = nullptr;  // of this process; never destroyed with it
+Heartbeat* active_heartbeat = nullptr;  // of this process; never destroyed with it
 
-void end_heartbeat() {
-  if (beating == nullptr) return;
-  Heartbeat* ending = beating;
-  beating = nullptr;
+void stop_heartbeat() {
+  if (active_heartbeat == nullptr) return;
+  Heartbeat* ending = active_heartbeat;
+  active_heartbeat = nullptr;
   nb::gil_scoped_release release;
   ending->end();
   delete ending;
 }
 
-void begin_heartbeat(int descriptor, size_t place, double period_s) {
-  if (place % sizeof(int64_t) != 0 || !(period_s > 0) || period_s > 3600)
+void start_heartbeat(int descriptor, size_t offset, double interval_s) {
+  if (offset % sizeof(int64_t) != 0 || !(interval_s > 0) || interval_s > 3600)
     throw std::invalid_argument("begin_heartbeat: place must be a multiple of 8, and period_s in 0..3600");
   const off_t size = lseek(descriptor, 0, SEEK_END);
   if (size < 0 || static_cast<size_t>(size) < 2 * sizeof(int64_t) ||
-      place > static_cast<size_t>(size) - 2 * sizeof(int64_t))
+      offset > static_cast<size_t>(size) - 2 * sizeof(int64_t))
     throw std::invalid_argument("begin_heartbeat: the file is too short for this place, or is none");
-  end_heartbeat();
-  beating = new Heartbeat(descriptor, place, period_s);
+  stop_heartbeat();
+  active_heartbeat = new Heartbeat(descriptor, offset, interval_s);
 }
 
 }  // namespace
 
 void bind_heartbeat(nb::module_& m) {
-  m.def("begin_heartbeat", &begin_heartbeat, nb::arg("descriptor"), nb::arg("place"), nb::arg("period_s"));
-  m.def("end_heartbeat", &end_heartbeat);
+  m.def("start_heartbeat", &start_heartbeat, nb::arg("descriptor"), nb::arg("offset"), nb::arg("interval_s"));
+  m.def("stop_heartbeat", &stop_heartbeat);
 }

@@ -14,7 +14,7 @@ from meseta.jagged.shapes import Int
 from meseta.ops.core import core
 from meseta.ops.id_policy import reference
 from meseta.ops.library import register
-from meseta.ops.tables import plain_ids
+from meseta.ops.tables import contiguous_ids
 from meseta.spec import IdPolicy, MesetaError
 
 
@@ -71,7 +71,7 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
 
 def _count_cpu(ids: Tensor, bounds: list[int], num_rows: list[int]) -> Tensor:
     counts = torch.zeros(len(num_rows), dtype=torch.int64)
-    ids = plain_ids("count_outside", ids)
+    ids = contiguous_ids("count_outside", ids)
     try:
         core().count_outside(
             ids.data_ptr(),
@@ -92,7 +92,7 @@ def _fix_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not first_bags or first_bags[-1] != lengths.numel():
         raise MesetaError(f"fix_ids: first_bags {first_bags} must end with {lengths.numel()}, the number of lengths")
-    ids, lengths = plain_ids("fix_ids", ids), plain_ids("fix_ids", lengths, "lengths").to(torch.int64)
+    ids, lengths = contiguous_ids("fix_ids", ids), contiguous_ids("fix_ids", lengths, "lengths").to(torch.int64)
     fixed, kept = (torch.empty(ids.numel(), dtype=torch.int64) for _ in range(2))
     fixed_lengths, first_error = torch.zeros_like(lengths), torch.tensor([-1, 0, 0])
     try:

@@ -52,10 +52,10 @@ void count_all(const Id* ids, const std::vector<Piece>& pieces, const std::vecto
 
 void check_features(const std::vector<int64_t>& bounds, const std::vector<int64_t>& num_rows, int64_t num_ids) {
   if (bounds.size() != num_rows.size() + 1)
-    refuse(bounds.size(), " bounds for ", num_rows.size(), " features; there must be F + 1 of them");
+    throw_invalid_argument(bounds.size(), " bounds for ", num_rows.size(), " features; there must be F + 1 of them");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), num_ids);
   for (size_t f = 0; f < num_rows.size(); ++f)
-    if (num_rows[f] < 0) refuse("num_rows[", f, "] is ", num_rows[f], "; a table has at least 0 rows");
+    if (num_rows[f] < 0) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], "; a table has at least 0 rows");
 }
 
 // counts [F], zeroed by the caller: ids of feature f, those in bounds[f]..bounds[f + 1], outside 0..num_rows[f]-1.
@@ -75,7 +75,7 @@ void count_outside(uintptr_t ids, int64_t num_ids, bool wide, const std::vector<
 
 enum Policy : int64_t { kError, kDrop, kClamp, kHash };
 
-struct Fixed {
+struct FixedIds {
   int64_t* ids;      // [nnz]
   int64_t* lengths;  // [bags]
   int64_t* kept;     // [nnz]: where each id stood
@@ -84,7 +84,7 @@ struct Fixed {
 
 template <typename Id>
 int64_t fix_all(const Id* ids, const std::vector<int64_t>& first_bags, const std::vector<int64_t>& num_rows,
-                const std::vector<int64_t>& policies, const Fixed& out, const int64_t* lengths) {
+                const std::vector<int64_t>& policies, const FixedIds& out, const int64_t* lengths) {
   int64_t at = 0, kept = 0;
   for (size_t f = 0; f < num_rows.size(); ++f) {
     const int64_t rows = num_rows[f];
@@ -118,23 +118,23 @@ int64_t fix_ids(uintptr_t ids, int64_t num_ids, bool wide, uintptr_t lengths, co
                 const std::vector<uintptr_t>& outputs) {
   nb::gil_scoped_release unlocked;
   if (first_bags.size() != num_rows.size() + 1 || policies.size() != num_rows.size() || outputs.size() != 4)
-    refuse(num_rows.size(), " features, but ", first_bags.size(), " first bags and ", policies.size(), " policies");
+    throw_invalid_argument(num_rows.size(), " features, but ", first_bags.size(), " first bags and ", policies.size(), " policies");
   check_bounds("first_bags", first_bags.data(), int64_t(first_bags.size()), std::numeric_limits<int64_t>::max());
   const auto* length = reinterpret_cast<const int64_t*>(lengths);
   int64_t total = 0;
   for (int64_t bag = 0; bag < first_bags.back(); ++bag) {
     if (length[bag] < 0 || length[bag] > num_ids - total)
-      refuse("lengths[", bag, "] is ", length[bag], "; lengths must not be negative and must add up to ", num_ids);
+      throw_invalid_argument("lengths[", bag, "] is ", length[bag], "; lengths must not be negative and must add up to ", num_ids);
     total += length[bag];
   }
   if (total != num_ids || first_bags.front() != 0)
-    refuse("the lengths of bags ", first_bags.front(), " and up add up to ", total, ", but there are ", num_ids, " ids");
+    throw_invalid_argument("the lengths of bags ", first_bags.front(), " and up add up to ", total, ", but there are ", num_ids, " ids");
   for (const int64_t policy : policies)
-    if (policy < kError || policy > kHash) refuse("policy ", policy, " is outside 0..3");
+    if (policy < kError || policy > kHash) throw_invalid_argument("policy ", policy, " is outside 0..3");
   for (size_t f = 0; f < num_rows.size(); ++f)
-    if (num_rows[f] < 1) refuse("num_rows[", f, "] is ", num_rows[f], "; no id can be moved into a table without rows");
+    if (num_rows[f] < 1) throw_invalid_argument("num_rows[", f, "] is ", num_rows[f], "; no id can be moved into a table without rows");
   const auto out = [&](int i) { return reinterpret_cast<int64_t*>(outputs[size_t(i)]); };
-  const Fixed fixed{out(0), out(1), out(2), out(3)};
+  const FixedIds fixed{out(0), out(1), out(2), out(3)};
   return wide ? fix_all(reinterpret_cast<const int64_t*>(ids), first_bags, num_rows, policies, fixed, length)
               : fix_all(reinterpret_cast<const int32_t*>(ids), first_bags, num_rows, policies, fixed, length);
 }

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.ops.device_words import device_words, on_device
+from meseta.ops.device_constants import copy_to_device, device_constant
 from meseta.ops.hash_ids.reference import splitmix64
 
 ERROR, DROP, CLAMP, HASH = range(4)
@@ -16,9 +16,9 @@ ERROR, DROP, CLAMP, HASH = range(4)
 
 def count_outside(ids: Tensor, bounds: Sequence[int], num_rows: Sequence[int]) -> Tensor:
     """Ids outside 0..num_rows[f]-1 among ids[bounds[f] : bounds[f + 1]], int64 [F]."""
-    sizes = on_device([stop - start for start, stop in pairwise(bounds)], torch.int64, ids.device)
+    sizes = copy_to_device([stop - start for start, stop in pairwise(bounds)], torch.int64, ids.device)
     own = ids[bounds[0] : bounds[-1]]
-    limit = device_words(tuple(num_rows), ids.device)
+    limit = device_constant(tuple(num_rows), ids.device)
     feature = torch.repeat_interleave(torch.arange(len(num_rows), device=ids.device), sizes, output_size=own.numel())
     outside = (own < 0) | (own >= limit[feature])
     return torch.zeros_like(limit).scatter_add_(0, feature, outside.long())
@@ -30,18 +30,18 @@ def fix_ids(
     """Ids after the policies (ERROR, DROP, CLAMP, HASH), lengths, where each id stood, and (feature, sample, id) of the
     first that ERROR refuses, or -1; all int64. No host sync unless a policy is DROP."""
     ids, device = ids.to(torch.int64), ids.device
-    starts = on_device(first_bags, torch.int64, device)
+    starts = copy_to_device(first_bags, torch.int64, device)
     bags = torch.arange(lengths.numel(), device=device)
     bag = torch.repeat_interleave(bags, lengths, output_size=ids.numel())
     feature = torch.searchsorted(starts, bag, right=True) - 1
-    limit = device_words(tuple(num_rows), device)[feature]
-    policy = device_words(tuple(policies), device)[feature]
+    limit = device_constant(tuple(num_rows), device)[feature]
+    policy = device_constant(tuple(policies), device)[feature]
     outside = (ids < 0) | (ids >= limit)
     refused = outside & (policy == ERROR)
     fixed = torch.where(refused, 0, ids)
     fixed = torch.where(outside & (policy == CLAMP), torch.minimum(ids.clamp(min=0), limit - 1), fixed)
-    fixed = torch.where(outside & (policy == HASH), mix(ids) % limit, fixed)
-    first_error = device_words((-1, 0, 0), device)
+    fixed = torch.where(outside & (policy == HASH), mix_bits(ids) % limit, fixed)
+    first_error = device_constant((-1, 0, 0), device)
     if ids.numel():
         at = refused.long().argmax()
         found = torch.stack([feature[at], bag[at] - starts[feature[at]], ids[at]])
@@ -65,6 +65,6 @@ def check_ids(
     return fixed, count_outside(ids, bounds, num_rows), first_error
 
 
-def mix(ids: Tensor) -> Tensor:
+def mix_bits(ids: Tensor) -> Tensor:
     """SplitMix64 without its highest bit."""
     return splitmix64(ids) & 0x7FFFFFFFFFFFFFFF

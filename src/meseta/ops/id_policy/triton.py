@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_words import device_words
+from meseta.ops.device_constants import device_constant
 from meseta.ops.id_policy import reference
-from meseta.ops.triton_shared import last_at_most
+from meseta.ops.triton_shared import find_last_at_most
 
 IDS = tl.constexpr(512)
 """Ids of a program."""
@@ -28,19 +28,19 @@ def check_ids(
     # Of each feature how many are outside, then how many ids begin with the first that is refused.
     counts = torch.zeros(num_features + 1, dtype=torch.int64, device=device)
     first_error = torch.empty(3, dtype=torch.int64, device=device)
-    words = device_words((*first_bags, *num_rows, *policies), device)
+    words = device_constant((*first_bags, *num_rows, *policies), device)
     with torch.cuda.device_of(ids):
         if ids.numel():
             _repair[(triton.cdiv(ids.numel(), IDS.value),)](
                 fixed, counts, ids.contiguous(), offsets, words, num_features, ids.numel()
             )
-        _name_first[(1,)](first_error, counts, ids, offsets, words, num_features, ids.numel(), num_warps=1)
+        _report_first_error[(1,)](first_error, counts, ids, offsets, words, num_features, ids.numel(), num_warps=1)
     return fixed, counts[:num_features], first_error
 
 
 @triton.jit
 @no_type_check  # Triton reads the source: nothing may wrap this
-def _feature_of(at, offsets, words, num_features, live):
+def _find_feature(at, offsets, words, num_features, live):
     """The last feature whose first bag begins at id `at` or before: those without ids come before one that has it."""
     low = tl.zeros_like(at)
     high = low + num_features
@@ -57,7 +57,7 @@ def _feature_of(at, offsets, words, num_features, live):
 
 @triton.jit
 @no_type_check
-def _mix(ids):
+def _mix_bits(ids):
     """The finaliser of SplitMix64 without its highest bit."""
     mixed = ids.to(tl.uint64) + 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -71,12 +71,12 @@ def _repair(fixed, counts, ids, offsets, words, num_features, num_ids):
     at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
     live = at < num_ids
     row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
-    feature = _feature_of(at, offsets, words, num_features, live)
+    feature = _find_feature(at, offsets, words, num_features, live)
     limit = tl.load(words + num_features + 1 + feature, mask=live, other=1)
     policy = tl.load(words + 2 * num_features + 1 + feature, mask=live, other=0)
     outside = live & ((row < 0) | (row >= limit))
     nearest = tl.where(row < 0, 0, limit - 1)
-    repaired = tl.where(policy == HASH, _mix(row) % limit, tl.where(policy == CLAMP, nearest, 0))
+    repaired = tl.where(policy == HASH, _mix_bits(row) % limit, tl.where(policy == CLAMP, nearest, 0))
     tl.store(fixed + at, tl.where(outside, repaired, row), mask=live)
     tl.atomic_add(counts + feature, 1, mask=outside)
     refused = tl.where(outside & (policy == ERROR), num_ids - at, 0)
@@ -85,13 +85,13 @@ def _repair(fixed, counts, ids, offsets, words, num_features, num_ids):
 
 @triton.jit(do_not_specialize=["num_features"])
 @no_type_check
-def _name_first(first_error, counts, ids, offsets, words, num_features, num_ids):
+def _report_first_error(first_error, counts, ids, offsets, words, num_features, num_ids):
     left = tl.load(counts + num_features)
     there = left > 0
     at = tl.where(there, num_ids - left, 0)
-    feature = _feature_of(at, offsets, words, num_features, there)
+    feature = _find_feature(at, offsets, words, num_features, there)
     first_bag = tl.load(words + feature)
-    bag = last_at_most(offsets, first_bag, tl.load(words + feature + 1) - first_bag, at, there)
+    bag = find_last_at_most(offsets, first_bag, tl.load(words + feature + 1) - first_bag, at, there)
     row = tl.load(ids + at, mask=there, other=0).to(tl.int64)
     tl.store(first_error, tl.where(there, feature, -1))
     tl.store(first_error + 1, tl.where(there, bag - first_bag, 0))

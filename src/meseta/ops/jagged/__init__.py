@@ -14,7 +14,7 @@ from meseta.ops.core import core
 from meseta.ops.jagged import reference
 from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import check_bounds, plain_ids
+from meseta.ops.tables import check_bounds, contiguous_ids
 from meseta.spec import MesetaError
 
 
@@ -24,14 +24,14 @@ def permute(kjt: KeyedJaggedTensor, keys: Sequence[str]) -> KeyedJaggedTensor:
     Features may have different batch sizes; weights move with their ids. Raises MesetaError for a key that `kjt` lacks
     and for one that is named twice.
     """
-    order = kjt.find(keys)
+    order = kjt.key_indices(keys)
     if all(b == a + 1 for a, b in pairwise(order)):
         return kjt.select(keys)
     arrays = [kjt.values, kjt.lengths] + ([] if kjt.weights is None else [kjt.weights])
     first_bags = list(accumulate(kjt.batch_sizes, initial=0))
     bounds = [*kjt.key_offsets, *first_bags, *([] if kjt.weights is None else kjt.key_offsets)]
     values, lengths, *weights = _permute(arrays, bounds, order)
-    return kjt.rearranged(order, values, lengths, weights[0] if weights else None)
+    return kjt.with_permuted_tensors(order, values, lengths, weights[0] if weights else None)
 
 
 def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTensor]:
@@ -45,7 +45,7 @@ def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTe
     return [kjt.select(kjt.keys[start:stop]) for start, stop in pairwise(ends)]
 
 
-def permute_pieces(array: Shaped[Tensor, " n"], sizes: Iterable[int], order: Sequence[int]) -> Shaped[Tensor, " m"]:
+def permute_segments(array: Shaped[Tensor, " n"], sizes: Iterable[int], order: Sequence[int]) -> Shaped[Tensor, " m"]:
     """Pieces order[0], order[1] ... of an array whose pieces have these sizes, one behind the other.
 
     Raises MesetaError for sizes beyond the array and for a piece that it does not have.
@@ -100,7 +100,7 @@ def _permute_fake(arrays: list[Tensor], bounds: list[int], order: list[int]) -> 
 
 
 def _offsets_cpu(lengths: Tensor) -> Tensor:
-    lengths = plain_ids("lengths_to_offsets", lengths)
+    lengths = contiguous_ids("lengths_to_offsets", lengths)
     offsets = empty((lengths.numel() + 1,), torch.int64)
     wide = lengths.dtype == torch.int64
     try:

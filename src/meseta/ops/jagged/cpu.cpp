@@ -37,7 +37,7 @@ void permute_keys(const std::vector<int64_t>& arrays, const std::vector<int64_t>
     check_bounds("bounds", own, int64_t(step), arrays[4 * a + 2]);
     char* to = reinterpret_cast<char*>(arrays[4 * a + 3]);
     for (const int64_t key : order) {
-      if (key < 0 || key + 1 >= int64_t(step)) refuse("key ", key, " is outside 0..", int64_t(step) - 2);
+      if (key < 0 || key + 1 >= int64_t(step)) throw_invalid_argument("key ", key, " is outside 0..", int64_t(step) - 2);
       const char* from = reinterpret_cast<const char*>(arrays[4 * a]) + own[key] * item;
       const int64_t bytes = (own[key + 1] - own[key]) * item;
       for (int64_t at = 0; at < bytes; at += kPieceBytes)
@@ -53,7 +53,7 @@ void permute_keys(const std::vector<int64_t>& arrays, const std::vector<int64_t>
 
 // Sums from left to right of each thread's share, then the shares' own starts added in.
 template <typename Length>
-void add_up(const Length* lengths, int64_t count, int64_t* offsets, int num_threads) {
+void prefix_sum(const Length* lengths, int64_t count, int64_t* offsets, int num_threads) {
   const int64_t threads = std::clamp<int64_t>(count / 16384, 1, std::max(num_threads, 1));
   std::vector<int64_t> starts(size_t(threads) + 1, 0);
   std::vector<int64_t> wrong(size_t(threads), -1);
@@ -73,7 +73,7 @@ void add_up(const Length* lengths, int64_t count, int64_t* offsets, int num_thre
     if (!good) wrong[size_t(thread)] = std::find_if(lengths + first, lengths + last, beyond) - lengths;
   });
   for (int64_t at : wrong)
-    if (at >= 0) refuse("lengths[", at, "] is ", lengths[at], "; ", count, " lengths must lie in 0..", limit);
+    if (at >= 0) throw_invalid_argument("lengths[", at, "] is ", lengths[at], "; ", count, " lengths must lie in 0..", limit);
   for (size_t t = 0; t < size_t(threads); ++t) starts[t + 1] = int64_t(uint64_t(starts[t + 1]) + uint64_t(starts[t]));
   offsets[0] = 0;
   parallel(int(threads), [&](int thread) {
@@ -89,8 +89,8 @@ void add_up(const Length* lengths, int64_t count, int64_t* offsets, int num_thre
 void lengths_to_offsets(uintptr_t lengths, int64_t count, bool wide, uintptr_t offsets, int num_threads) {
   nb::gil_scoped_release unlocked;
   auto* out = reinterpret_cast<int64_t*>(offsets);
-  wide ? add_up(reinterpret_cast<const int64_t*>(lengths), count, out, num_threads)
-       : add_up(reinterpret_cast<const int32_t*>(lengths), count, out, num_threads);
+  wide ? prefix_sum(reinterpret_cast<const int64_t*>(lengths), count, out, num_threads)
+       : prefix_sum(reinterpret_cast<const int32_t*>(lengths), count, out, num_threads);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.ops.core import core
 
-LARGE_BYTES = 1 << 20
+MIN_HUGE_PAGE_BYTES = 1 << 20
 """Smaller tensors come from torch's own allocator."""
 
 
@@ -21,7 +21,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     goes back to the system, as tables want it. Memory kept idle never exceeds the most that was in use at once.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < LARGE_BYTES or torch.device(device).type != "cpu":
+    if num_bytes < MIN_HUGE_PAGE_BYTES or torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     tensor: Tensor = torch.from_dlpack(core().allocate(num_bytes, keep)).view(dtype).view(tuple(shape))
     poison = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009  (unknown to its types)
@@ -30,6 +30,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return tensor
 
 
-def give_back_kept() -> None:
+def release_idle_memory() -> None:
     """Memory that is kept idle goes back to the system: after large work that does not come again soon."""
-    core().give_back_kept_memory()
+    core().release_idle_memory()

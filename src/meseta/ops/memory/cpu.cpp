@@ -37,7 +37,7 @@ class Pool {
       const auto found = free_.lower_bound(rounded);
       if (found != free_.end() && found->first <= rounded + rounded / 2) {
         const Block block{found->second.data, found->first, true};
-        kept_ -= block.bytes;
+        idle_bytes_ -= block.bytes;
         free_.erase(found);
         use(block.bytes);
         return block;
@@ -60,13 +60,13 @@ class Pool {
       const std::lock_guard<std::mutex> locked(mutex_);
       used_ -= block.bytes;
       free_.emplace(block.bytes, Idle{block.data, ++time_});
-      kept_ += block.bytes;
+      idle_bytes_ += block.bytes;
       // What lies idle never exceeds what was in use at once: what has been idle the longest goes first.
-      while (kept_ > peak_) {
+      while (idle_bytes_ > peak_) {
         const auto oldest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
           return a.second.since < b.second.since;
         });
-        kept_ -= oldest->first;
+        idle_bytes_ -= oldest->first;
         std::free(oldest->second.data);
         free_.erase(oldest);
       }
@@ -76,11 +76,11 @@ class Pool {
   }
 
   // What lies idle goes; from now on no more is kept than will be in use.
-  void give_back() {
+  void release_idle() {
     const std::lock_guard<std::mutex> locked(mutex_);
     for (const auto& [bytes, idle] : free_) std::free(idle.data);
     free_.clear();
-    kept_ = 0;
+    idle_bytes_ = 0;
     peak_ = used_;
   }
 
@@ -96,7 +96,7 @@ class Pool {
     uint64_t since;
   };
   std::multimap<size_t, Idle> free_;
-  size_t used_ = 0, kept_ = 0, peak_ = 0;
+  size_t used_ = 0, idle_bytes_ = 0, peak_ = 0;
   uint64_t time_ = 0;
 };
 
@@ -119,5 +119,5 @@ nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu> allocate(size_
 
 void bind_memory(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("bytes"), nb::arg("keep"));
-  m.def("give_back_kept_memory", [] { pool().give_back(); });
+  m.def("release_idle_memory", [] { pool().release_idle(); });
 }

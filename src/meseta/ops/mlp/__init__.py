@@ -14,7 +14,7 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.mlp import reference
-from meseta.ops.product import KINDS, product
+from meseta.ops.product import DTYPE_CODES, product
 from meseta.spec import MesetaError
 
 
@@ -33,7 +33,7 @@ def mlp(
     in torch.export, this is plain torch. NaN in x comes out as NaN.
     """
     # The meta device stands for a CPU, so that the shapes of a step are those that it will have there.
-    compiled = x.device.type in {"cpu", "meta"} and x.dtype in KINDS and weights
+    compiled = x.device.type in {"cpu", "meta"} and x.dtype in DTYPE_CODES and weights
     if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
     result: Tensor = _Mlp.apply(x, relu_last, *weights, *biases)

@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kBlock = 256;  // samples that are added before blocks are: the contract's order
 
 template <typename T>
-struct Pass {
+struct ReluBackwardPass {
   int64_t num_samples, width;
   const T* gradient;
   const T* output;     // of the layer; null: no ReLU
@@ -77,7 +77,7 @@ void run(int64_t num_samples, int64_t width, uintptr_t gradient, uintptr_t outpu
          uintptr_t transposed, float* bias_gradient, int num_threads) {
   const int64_t blocks = (num_samples + kBlock - 1) / kBlock;
   std::vector<float> sums(size_t(blocks * width), 0.0f);
-  const Pass<T> pass{num_samples,
+  const ReluBackwardPass<T> pass{num_samples,
                      width,
                      reinterpret_cast<const T*>(gradient),
                      reinterpret_cast<const T*>(output),

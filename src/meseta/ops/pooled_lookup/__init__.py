@@ -11,10 +11,10 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
-from meseta.ops.library import register, takes_shortcut
+from meseta.ops.library import can_bypass_dispatcher, register
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import reference
-from meseta.ops.tables import KINDS, check_bags, plain_ids
+from meseta.ops.tables import DTYPE_CODES, check_bags, contiguous_ids
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
@@ -30,9 +30,9 @@ class LookupGroup:
     mean: tuple[bool, ...] = ()
 
     @cached_property
-    def fields(self) -> tuple[list[int], int]:
+    def core_fields(self) -> tuple[list[int], int]:
         """What the core is told of the tables, and the columns of all."""
-        return _describe(self.tables, _flags(self.tables, self.weighted, self.mean))
+        return _pack_tables(self.tables, _flags(self.tables, self.weighted, self.mean))
 
 
 def lookup_group(
@@ -42,8 +42,8 @@ def lookup_group(
     weights: Float[Tensor, " nnz"] | None = None,
 ) -> Float[Tensor, "B sum_of_dims"]:
     """pooled_lookup for tables that were described before, which many small calls gain from."""
-    if takes_shortcut(ids) and group.tables[0].dtype in KINDS:
-        return _look_up(group.fields, KINDS[group.tables[0].dtype], ids, offsets, weights)
+    if can_bypass_dispatcher(ids) and group.tables[0].dtype in DTYPE_CODES:
+        return _run_core(group.core_fields, DTYPE_CODES[group.tables[0].dtype], ids, offsets, weights)
     return pooled_lookup(group.tables, ids, offsets, weights, group.weighted, group.mean)
 
 
@@ -92,22 +92,22 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tens
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
     if not tables or len(flags) != len(tables):
         raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; give one for each")
-    fields, dtype = _describe(tables, flags), tables[0].dtype
+    fields, dtype = _pack_tables(tables, flags), tables[0].dtype
     if not tables[0].is_floating_point():
         raise MesetaError(f"pooled_lookup: rows are {dtype}; give float16, bfloat16, float32 or float64")
-    if dtype in KINDS:
-        return _look_up(fields, KINDS[dtype], ids, offsets, weights)
+    if dtype in DTYPE_CODES:
+        return _run_core(fields, DTYPE_CODES[dtype], ids, offsets, weights)
     # float64 rows, which are for verification
-    ids, offsets, weights, _ = _checked(len(tables), ids, offsets, weights, dtype)
+    ids, offsets, weights, _ = _check_inputs(len(tables), ids, offsets, weights, dtype)
     check_bags("pooled_lookup", tables, ids, offsets)
     return _reference(tables, ids, offsets, weights, flags)
 
 
-def _checked(
+def _check_inputs(
     num_features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Contiguous ids, int64 offsets and weights of `dtype`, and the number of bags of a feature."""
-    offsets = plain_ids("pooled_lookup", offsets, "offsets").to(torch.int64)
+    offsets = contiguous_ids("pooled_lookup", offsets, "offsets").to(torch.int64)
     num_bags, rest = divmod(offsets.numel() - 1, num_features)
     if rest or offsets.numel() == 0:
         raise MesetaError(
@@ -119,12 +119,12 @@ def _checked(
             raise MesetaError(
                 f"pooled_lookup: weights {list(weights.shape)} for ids {list(ids.shape)}; give one per id, in a row"
             )
-    return plain_ids("pooled_lookup", ids), offsets, weights, num_bags
+    return contiguous_ids("pooled_lookup", ids), offsets, weights, num_bags
 
 
-def _look_up(fields: tuple[list[int], int], kind: int, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+def _run_core(fields: tuple[list[int], int], kind: int, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     rows, width = fields
-    ids, offsets, weights, num_bags = _checked(len(rows) // 4, ids, offsets, weights, torch.float32)
+    ids, offsets, weights, num_bags = _check_inputs(len(rows) // 4, ids, offsets, weights, torch.float32)
     out = empty((num_bags, width), torch.float32)
     try:
         core().pooled_lookup(
@@ -145,7 +145,7 @@ def _look_up(fields: tuple[list[int], int], kind: int, ids: Tensor, offsets: Ten
     return out
 
 
-def _describe(tables: Sequence[Tensor], flags: list[int]) -> tuple[list[int], int]:
+def _pack_tables(tables: Sequence[Tensor], flags: list[int]) -> tuple[list[int], int]:
     """For each table: address, rows, columns, flags; and the columns of all."""
     rows = []
     for f, table in enumerate(tables):
@@ -159,7 +159,7 @@ def _describe(tables: Sequence[Tensor], flags: list[int]) -> tuple[list[int], in
 
 
 def _gpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
-    if tables[0].dtype not in KINDS:
+    if tables[0].dtype not in DTYPE_CODES:
         return _reference(tables, ids, offsets, weights, flags)
     from meseta.ops.pooled_lookup import triton
 

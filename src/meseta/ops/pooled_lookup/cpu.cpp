@@ -20,9 +20,9 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kStreamFloats = 1 << 18;  // 1 MB
-constexpr int64_t kAhead = 64;              // ids whose rows are on their way
+constexpr int64_t kPrefetchDistance = 64;              // ids whose rows are on their way
 
-struct Feature {
+struct GradientSource {
   const void* table;
   int64_t num_rows;
   int64_t dim;
@@ -41,7 +41,7 @@ struct Batch {
 };
 
 // Where the first bad input stands; the smallest position wins, whatever thread saw it.
-struct Mistake {
+struct FirstError {
   std::atomic<int64_t> at{std::numeric_limits<int64_t>::max()};
   void note(int64_t position) {
     int64_t seen = at.load();
@@ -52,8 +52,8 @@ struct Mistake {
 
 // Bags [first, last) of one feature, `N` vectors of the row from column `c0` on; `tail` lanes in the last vector.
 template <typename T, typename Id, int N, bool kTail>
-void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int64_t first, int64_t last, int64_t c0,
-              int tail, Mistake& mistake) {
+void sum_bags(const GradientSource& f, const Batch& batch, const int64_t* offsets, int64_t first, int64_t last, int64_t c0,
+              int tail, FirstError& mistake) {
   const Id* ids = static_cast<const Id*>(batch.ids);
   const T* table = static_cast<const T*>(f.table);
   const int64_t end = offsets[last];
@@ -67,8 +67,8 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   // became 6.1, a bag of one id with 16 columns takes a fifth less. Rows of two lines lose by it, when they are all cold.
   int64_t next = offsets[first];
   const auto reach = [&](int64_t i) {
-    if (c0 != 0 || i + kAhead < next) return;
-    for (const int64_t stop = std::min(i + kAhead + burst, end); next < stop; ++next) rows.fetch<kLines>(ids[next]);
+    if (c0 != 0 || i + kPrefetchDistance < next) return;
+    for (const int64_t stop = std::min(i + kPrefetchDistance + burst, end); next < stop; ++next) rows.fetch<kLines>(ids[next]);
   };
   for (int64_t bag = first; bag < last; ++bag) {
     Vec sum[N];
@@ -108,8 +108,8 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
 }
 
 template <typename T, typename Id, int N>
-void sum_columns(const Feature& f, const Batch& batch, const int64_t* offsets, int64_t first, int64_t last, int64_t c0,
-                 int64_t width, Mistake& mistake) {
+void sum_columns(const GradientSource& f, const Batch& batch, const int64_t* offsets, int64_t first, int64_t last, int64_t c0,
+                 int64_t width, FirstError& mistake) {
   if (width > 16 * (N - 1) && width < 16 * N) {
     sum_bags<T, Id, N, true>(f, batch, offsets, first, last, c0, int(width - 16 * (N - 1)), mistake);
   } else if (width == 16 * N) {
@@ -120,13 +120,13 @@ void sum_columns(const Feature& f, const Batch& batch, const int64_t* offsets, i
 }
 
 struct Task {
-  const Feature* feature;
+  const GradientSource* feature;
   const int64_t* offsets;  // of the feature, [num_bags + 1]
   int64_t first, last;
 };
 
 template <typename T, typename Id>
-void run(const std::vector<Task>& tasks, const Batch& batch, int num_threads, Mistake& mistake) {
+void run(const std::vector<Task>& tasks, const Batch& batch, int num_threads, FirstError& mistake) {
   parallel_tasks(num_threads, int64_t(tasks.size()), [&](int64_t index) {
     const Task& task = tasks[size_t(index)];
     for (int64_t c0 = 0; c0 < task.feature->dim; c0 += 128)
@@ -137,7 +137,7 @@ void run(const std::vector<Task>& tasks, const Batch& batch, int num_threads, Mi
 }
 
 // Pieces of about equally many bytes, some per thread, so that a thread with cold rows is not waited for.
-std::vector<Task> cut(const std::vector<Feature>& features, const Batch& batch, int num_threads) {
+std::vector<Task> cut(const std::vector<GradientSource>& features, const Batch& batch, int num_threads) {
   std::vector<Task> tasks;
   double total = 0;
   const auto cost = [&](size_t f) {
@@ -167,7 +167,7 @@ void check_offsets(const int64_t* offsets, int64_t count, int64_t num_ids) {
   }
 }
 
-void check_ids(const std::vector<Feature>& features, const Batch& batch, bool wide_ids, const Mistake& mistake) {
+void check_ids(const std::vector<GradientSource>& features, const Batch& batch, bool wide_ids, const FirstError& mistake) {
   const int64_t at = mistake.at.load();
   if (at == std::numeric_limits<int64_t>::max()) return;
   const int64_t count = int64_t(features.size()) * batch.num_bags + 1;
@@ -195,7 +195,7 @@ void pooled_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, 
                     out_stride,
                     // Reading the old contents of a large output costs as much as reading rows.
                     out % 64 == 0 && out_stride % 16 == 0 && num_bags * out_stride >= kStreamFloats};
-  std::vector<Feature> features;
+  std::vector<GradientSource> features;
   int64_t column = 0;
   for (size_t i = 0; i + 4 <= tables.size(); i += 4) {
     const int64_t flags = tables[i + 3];
@@ -203,11 +203,11 @@ void pooled_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, 
                         (flags & 1) != 0 && weights != 0, (flags & 2) != 0});
     column += tables[i + 2];
   }
-  for (const Feature& feature : features) batch.streams &= feature.first_column % 16 == 0;
+  for (const GradientSource& feature : features) batch.streams &= feature.first_column % 16 == 0;
   if (features.empty() || num_bags == 0) return;
   check_offsets(batch.offsets, int64_t(features.size()) * num_bags + 1, num_ids);
   const std::vector<Task> tasks = cut(features, batch, num_threads);
-  Mistake mistake;
+  FirstError mistake;
   if (kind == 0) {
     wide_ids ? run<float, int64_t>(tasks, batch, num_threads, mistake)
              : run<float, int32_t>(tasks, batch, num_threads, mistake);

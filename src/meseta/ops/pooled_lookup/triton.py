@@ -16,16 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_words import device_words
-from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, Described, described
+from meseta.ops.device_constants import device_constant
+from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, TensorMetadata, tensor_metadata
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
 LANES = tl.constexpr(128)
 """Lanes of a program."""
-AHEAD = tl.constexpr(4)
+PREFETCH_ROWS = tl.constexpr(4)
 """Rows of a bag that are loaded before they are added."""
-WORDS = tl.constexpr(6)
+FEATURE_WORDS = tl.constexpr(6)
 """What the kernel knows of a feature: address, rows and columns of its table, column and width of out, flags."""
 
 
@@ -44,7 +44,7 @@ def pooled_lookup(
         )
     if any(table.device != ids.device for table in tables):
         raise MesetaError(f"pooled_lookup: all tables must be on {ids.device} as the ids are; move them there")
-    words, width, widest, vector = _plan_launch(described(tables), tuple(flags))
+    words, width, widest, vector = _plan_launch(tensor_metadata(tables), tuple(flags))
     out = torch.empty((num_bags, width), dtype=torch.float32, device=ids.device)
     if out.numel() == 0:
         return out
@@ -52,7 +52,7 @@ def pooled_lookup(
     with torch.cuda.device_of(ids):
         _pool[(triton.cdiv(lanes, LANES.value), num_features)](
             out,
-            device_words(words, ids.device),
+            device_constant(words, ids.device),
             ids.contiguous(),
             offsets.contiguous(),
             None if weights is None else weights.to(torch.float32).contiguous(),
@@ -66,7 +66,7 @@ def pooled_lookup(
 
 
 @lru_cache(maxsize=256)
-def _plan_launch(tables: tuple[Described, ...], flags: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
+def _plan_launch(tables: tuple[TensorMetadata, ...], flags: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
     """(the words of all features, columns of all, columns of the widest, columns that a lane loads together): the same
     in every step. Raises MesetaError for tables that do not fit together."""
     dtype, width = tables[0].dtype, 0
@@ -89,7 +89,7 @@ def _plan_launch(tables: tuple[Described, ...], flags: tuple[int, ...]) -> tuple
 @no_type_check  # Triton reads the source: nothing may wrap this
 def _pool(out, features, ids, offsets, weights, num_bags, VECTOR: tl.constexpr, ROW: tl.constexpr):
     f = tl.program_id(1).to(tl.int64)
-    feature = features + f * WORDS
+    feature = features + f * FEATURE_WORDS
     table = tl.multiple_of(tl.load(feature).to(tl.pointer_type(ROW)), VECTOR * (ROW.primitive_bitwidth // 8))
     num_rows = tl.load(feature + 1)
     dim = tl.multiple_of(tl.load(feature + 2), VECTOR)
@@ -107,8 +107,8 @@ def _pool(out, features, ids, offsets, weights, num_bags, VECTOR: tl.constexpr, 
     weighted_length = length * (flags & 1)
     inside = tl.arange(0, VECTOR)[None, :]
     total = tl.zeros([LANES, VECTOR], dtype=tl.float32)
-    for first in range(0, tl.max(length, axis=0), AHEAD):
-        for k in tl.static_range(AHEAD):
+    for first in range(0, tl.max(length, axis=0), PREFETCH_ROWS):
+        for k in tl.static_range(PREFETCH_ROWS):
             wanted = first + k < length
             at = start + first + k
             row = tl.load(ids + at, mask=wanted, other=0).to(tl.int64)

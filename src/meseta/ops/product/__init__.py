@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meseta.jagged.shapes import Float
-from meseta.machine.processors import this_processor
+from meseta.machine.processors import read_processor
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.product import reference
 from meseta.spec import MesetaError
 
-KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Types of the compiled kernel, with its numbers for them."""
 MAX_TERMS = 16384
 """Terms that oneDNN adds up in one product: of 20,000 it gives some to each thread."""
-MANY_ITEMS = 64
+MIN_ITEMS_FOR_BMM = 64
 """Products of a batch that libraries give to a thread each; of fewer they cut the products themselves."""
 
 
@@ -33,17 +33,17 @@ def product(
     Float32, and bfloat16 where the processor multiplies it, go to oneDNN, whose kernels for AVX2 and AVX-512 leave a
     sum to one thread, but for one row and, in float32, for very many terms: torch's road to MKL does not, for any type,
     nor do all products that torch gives to oneDNN by itself. What is left takes a kernel of the compiled core, float64
-    always. Not held: bfloat16 with AMX, see `Processor.why_threads_change_bits`. The matrices may lie in any order; for
-    one row b is best contiguous, else a.
+    always. Not held: bfloat16 with AMX, see `Processor.thread_dependence_reason`. The matrices may lie in any order;
+    for one row b is best contiguous, else a.
     """
     if a.device.type != "cpu" or a.numel() == 0 or b.numel() == 0:
         return reference.product(a, b, bias)
     if len(a) > 1:
         if a.dtype == torch.float32 and _onednn_has_kernels():
-            return _by_onednn(a, b, bias)
+            return _onednn_product(a, b, bias)
         if a.dtype == torch.bfloat16 and _onednn_has_bfloat16():
             # Where the bits follow the threads on both roads, the faster one.
-            return reference.product(a, b, bias) if _bits_follow_threads() else _linear(a, b, bias)
+            return reference.product(a, b, bias) if _bits_depend_on_threads() else _linear(a, b, bias)
     result: Tensor = _operator(a[None], b[None], bias)
     return result[0]
 
@@ -51,7 +51,7 @@ def product(
 def batched_product(a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"]) -> Float[Tensor, "B M N"]:
     """a b for every item, differentiable once; on a CPU with the same bits for any number of threads."""
     # A program that is exported takes any batch; asking for the length of this one would fix it.
-    if torch.compiler.is_exporting() or a.device.type != "cpu" or len(a) >= MANY_ITEMS:
+    if torch.compiler.is_exporting() or a.device.type != "cpu" or len(a) >= MIN_ITEMS_FOR_BMM:
         return torch.bmm(a, b)
     result: Tensor = _BatchedProduct.apply(a, b)
     return result
@@ -81,7 +81,7 @@ def _onednn_has_kernels() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and this_processor().level() in {"AVX2", "AVX-512", "AVX-512 BF16", "AMX"}
+        and read_processor().instruction_set() in {"AVX2", "AVX-512", "AVX-512 BF16", "AMX"}
     )
 
 
@@ -92,16 +92,16 @@ def _onednn_has_bfloat16() -> bool:
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        and this_processor().why_no_bfloat16() is None
+        and read_processor().bfloat16_unavailable_reason() is None
     )
 
 
 @cache
-def _bits_follow_threads() -> bool:
-    return this_processor().why_threads_change_bits() is not None
+def _bits_depend_on_threads() -> bool:
+    return read_processor().thread_dependence_reason() is not None
 
 
-def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     out = _linear(a[:, :MAX_TERMS], b[:MAX_TERMS], bias)
     for first in range(MAX_TERMS, a.shape[1], MAX_TERMS):
         terms = slice(first, first + MAX_TERMS)
@@ -127,12 +127,12 @@ def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         )
     if not a.is_floating_point():
         raise MesetaError(f"product: matrices of {a.dtype}; give a floating-point type")
-    if a.dtype not in KINDS:
+    if a.dtype not in DTYPE_CODES:
         return reference.batched_product(a, b, bias)
     bias = None if bias is None else bias.contiguous()
     out = empty((len(a), a.shape[1], b.shape[2]), a.dtype)
     core().product(
-        KINDS[a.dtype],
+        DTYPE_CODES[a.dtype],
         [*out.shape, a.shape[2]],
         [a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()],
         a.stride(),

@@ -31,9 +31,9 @@ constexpr int kBytes = 16, kRows = 4;
 #endif
 constexpr int64_t kTileRows = 96, kTileColumns = 128;  // of the result; a task
 constexpr int64_t kDepth = 256;                        // terms that are packed at a time
-constexpr int64_t kFewTiles = 16, kMaxParts = 16;      // fewer tiles than this are cut along the sum too
+constexpr int64_t kMinUncutTiles = 16, kMaxParts = 16;      // fewer tiles than this are cut along the sum too
 constexpr int64_t kLine = 2048;                        // columns of a task where the result has one row
-constexpr int64_t kSmall = 1 << 15;                    // multiplications that wake no second thread
+constexpr int64_t kMinParallelProducts = 1 << 15;                    // multiplications that wake no second thread
 
 template <typename S>
 using Register __attribute__((vector_size(kBytes))) = S;
@@ -49,9 +49,9 @@ struct Sum<double> {
   using Type = double;
 };
 
-inline double widened(double value) { return value; }
-inline float widened(float value) { return value; }
-inline float widened(Bfloat value) { return to_float(value); }
+inline double widen(double value) { return value; }
+inline float widen(float value) { return value; }
+inline float widen(Bfloat value) { return to_float(value); }
 using meseta::write;  // of floats, into float and Bfloat
 inline void write(double* to, const double* from, int64_t n) { std::copy_n(from, n, to); }
 
@@ -102,10 +102,10 @@ void pack(const T* from, int64_t count, int64_t stride, int64_t depth, int64_t t
     if (n < size) std::fill(to, to + size * depth, S(0));
     if (stride == 1) {
       for (int64_t k = 0; k < depth; ++k)
-        for (int64_t i = 0; i < n; ++i) to[k * size + i] = widened(panel[k * term_stride + i]);
+        for (int64_t i = 0; i < n; ++i) to[k * size + i] = widen(panel[k * term_stride + i]);
     } else {
       for (int64_t i = 0; i < n; ++i)
-        for (int64_t k = 0; k < depth; ++k) to[k * size + i] = widened(panel[i * stride + k * term_stride]);
+        for (int64_t k = 0; k < depth; ++k) to[k * size + i] = widen(panel[i * stride + k * term_stride]);
     }
   }
 }
@@ -146,29 +146,29 @@ void add_line(const Problem<T>& p, int64_t item, int64_t column, int64_t columns
     S factor[4];
     const T* line[4];
     for (int i = 0; i < 4; ++i) {
-      factor[i] = widened(a[(k + i) * p.a_strides[2]]);
+      factor[i] = widen(a[(k + i) * p.a_strides[2]]);
       line[i] = b + (k + i) * p.b_strides[1];
     }
     for (int64_t c = 0; c < columns; ++c) {
       S sum = sums[c];
-      sum += factor[0] * widened(line[0][c]);
-      sum += factor[1] * widened(line[1][c]);
-      sum += factor[2] * widened(line[2][c]);
-      sum += factor[3] * widened(line[3][c]);
+      sum += factor[0] * widen(line[0][c]);
+      sum += factor[1] * widen(line[1][c]);
+      sum += factor[2] * widen(line[2][c]);
+      sum += factor[3] * widen(line[3][c]);
       sums[c] = sum;
     }
   }
   for (; k < end; ++k) {
-    const S factor = widened(a[k * p.a_strides[2]]);
+    const S factor = widen(a[k * p.a_strides[2]]);
     const T* line = b + k * p.b_strides[1];
-    for (int64_t c = 0; c < columns; ++c) sums[c] += factor * widened(line[c]);
+    for (int64_t c = 0; c < columns; ++c) sums[c] += factor * widen(line[c]);
   }
 }
 
 template <typename T, typename S>
 void finish(const Problem<T>& p, const S* sums, int64_t column, int64_t columns, T* out) {
   S line[kLine];
-  for (int64_t c = 0; c < columns; ++c) line[c] = p.bias ? sums[c] + widened(p.bias[column + c]) : sums[c];
+  for (int64_t c = 0; c < columns; ++c) line[c] = p.bias ? sums[c] + widen(p.bias[column + c]) : sums[c];
   write(out, line, columns);
 }
 
@@ -180,12 +180,12 @@ void run(const Problem<T>& p, int num_threads) {
   const int64_t down = (p.M + tile_rows - 1) / tile_rows, across = (p.N + tile_columns - 1) / tile_columns;
   const int64_t tiles = p.batch * down * across;
   // Parts of the sum, added in order; a number of the shape, and a multiple of what is packed.
-  const int64_t wanted = tiles < kFewTiles ? std::min(kMaxParts, std::max<int64_t>(p.K / (2 * kDepth), 1)) : 1;
+  const int64_t wanted = tiles < kMinUncutTiles ? std::min(kMaxParts, std::max<int64_t>(p.K / (2 * kDepth), 1)) : 1;
   const int64_t length = std::max((p.K / wanted + kDepth - 1) / kDepth * kDepth, kDepth);
   const int64_t parts = wanted == 1 ? 1 : (p.K + length - 1) / length;
   const int64_t size = p.batch * p.M * p.N;
   std::vector<S> partial(size_t(parts > 1 ? parts * size : 0));
-  if (size * p.K < kSmall) num_threads = 1;
+  if (size * p.K < kMinParallelProducts) num_threads = 1;
   parallel_tasks(num_threads, tiles * parts, [&](int64_t task) {
     static thread_local Buffers<S> buffers;
     const int64_t part = task / tiles, tile = task % tiles, item = tile / (down * across);

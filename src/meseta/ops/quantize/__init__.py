@@ -32,9 +32,9 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.quantize import reference
-from meseta.ops.quantize.reference import BITS, FORMATS, row_bytes
-from meseta.ops.tables import KINDS
-from meseta.spec import MesetaError, nearest
+from meseta.ops.quantize.reference import CODE_BITS, FORMATS, row_bytes
+from meseta.ops.tables import DTYPE_CODES
+from meseta.spec import MesetaError, suggest
 
 RowFormat = Literal["int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
 
@@ -96,13 +96,13 @@ def dequantize_rows(codes: Shaped[Tensor, "n row_bytes"], row_format: RowFormat,
 def _check_format(operator: str, row_format: str) -> None:
     if row_format not in FORMATS:
         raise MesetaError(
-            f"{operator}: row_format {row_format!r} is unknown; {nearest(row_format, get_args(RowFormat))}"
+            f"{operator}: row_format {row_format!r} is unknown; {suggest(row_format, get_args(RowFormat))}"
         )
 
 
 def _check_call(row_format: str, adaptive: bool, stochastic: bool) -> None:
     _check_format("quantize_rows", row_format)
-    if adaptive and row_format not in BITS:
+    if adaptive and row_format not in CODE_BITS:
         raise MesetaError(f"quantize_rows: {row_format} has no adaptive range; take int8, int4, int3 or int2")
     if adaptive and stochastic:
         raise MesetaError("quantize_rows: adaptive takes the nearest codes; leave out stochastic, or adaptive")
@@ -112,7 +112,7 @@ def _quantize_cpu(
     rows: Tensor, row_format: str, adaptive: bool, stochastic: bool, key: int, first_row: int, first_column: int
 ) -> Tensor:
     _check_call(row_format, adaptive, stochastic)
-    if rows.dim() != 2 or rows.dtype not in KINDS:
+    if rows.dim() != 2 or rows.dtype not in DTYPE_CODES:
         raise MesetaError(
             f"quantize_rows: rows are {rows.dtype} {list(rows.shape)}; give [n, D] of float32, float16 or bfloat16"
         )
@@ -124,7 +124,7 @@ def _quantize_cpu(
     try:
         core().quantize_rows(
             rows.data_ptr(),
-            KINDS[rows.dtype],
+            DTYPE_CODES[rows.dtype],
             [rows.shape[0], rows.shape[1]],
             FORMATS.index(row_format),
             adaptive,

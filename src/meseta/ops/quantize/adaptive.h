@@ -18,11 +18,11 @@ constexpr int kSteps = 16;   // up to half of the range
 constexpr int kFits = 3;
 
 // Numbers of sixteen rows.
-struct Candidate {
+struct RangeCandidate {
   Vec scale, offset, error;
 };
 
-inline Candidate choose(Vec positive, const Candidate& a, const Candidate& b) {
+inline RangeCandidate choose(Vec positive, const RangeCandidate& a, const RangeCandidate& b) {
   return {where_positive(positive, a.scale, b.scale), where_positive(positive, a.offset, b.offset),
           where_positive(positive, a.error, b.error)};
 }
@@ -30,7 +30,7 @@ inline Candidate choose(Vec positive, const Candidate& a, const Candidate& b) {
 class AdaptiveRange {
  public:
   // `columns`: value c of row r at 16 * c + r.
-  AdaptiveRange(const float* columns, int64_t dim, const Grid& grid)
+  AdaptiveRange(const float* columns, int64_t dim, const QuantizationGrid& grid)
       : columns_(columns), dim_(dim), top_(broadcast(float(grid.top))) {
     low_ = high_ = load(columns);
     for (int64_t c = 1; c < dim; ++c) {
@@ -40,10 +40,10 @@ class AdaptiveRange {
     unit_ = maximum(power_part(maximum(abs(low_), abs(high_))) * broadcast(grid.part), broadcast(grid.smallest));
   }
 
-  Candidate search() const {
-    Candidate best = narrow();
+  RangeCandidate search() const {
+    RangeCandidate best = narrow();
     for (int i = 0; i < kFits; ++i) {
-      const Candidate next = fit(best);
+      const RangeCandidate next = fit(best);
       best = choose(best.error - next.error, next, best);
     }
     return best;
@@ -65,7 +65,7 @@ class AdaptiveRange {
     return (value + shift) - shift;
   }
 
-  Candidate measure(Vec scale, Vec offset) const {
+  RangeCandidate measure(Vec scale, Vec offset) const {
     scale = maximum(half(scale), unit_);
     const Vec inverse = broadcast(1.0f) / scale;
     Vec error = zero();
@@ -75,29 +75,29 @@ class AdaptiveRange {
     }
     return {scale, offset, error * scale * scale};
   }
-  Candidate between(Vec low, Vec high) const {
+  RangeCandidate between(Vec low, Vec high) const {
     const Vec offset = half(low);
     return measure((high - offset) / top_, offset);
   }
 
-  Candidate narrow() const {
+  RangeCandidate narrow() const {
     Vec low = low_, high = high_;
     const Vec step = (high - low) * broadcast(1 / kBins);
-    Candidate best = between(low, high);
+    RangeCandidate best = between(low, high);
     for (int i = 0; i < kSteps; ++i) {
       const Vec above = low + step, below = high - step;
-      const Candidate up = between(above, high), down = between(low, below);
+      const RangeCandidate up = between(above, high), down = between(low, below);
       const Vec upper = down.error - up.error;
       low = where_positive(upper, above, low);
       high = where_positive(upper, high, below);
-      const Candidate next = choose(upper, up, down);
+      const RangeCandidate next = choose(upper, up, down);
       best = choose(best.error - next.error, next, best);
     }
     return best;
   }
 
   // The line through values over codes, no further than an eighth of the range outside of it.
-  Candidate fit(const Candidate& from) const {
+  RangeCandidate fit(const RangeCandidate& from) const {
     const Vec inverse = broadcast(1.0f) / from.scale, count = broadcast(float(dim_));
     Vec codes = zero(), squares = zero(), values = zero(), products = zero();
     for (int64_t c = 0; c < dim_; ++c) {

@@ -7,44 +7,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BINS, STEPS, FITS = 32, 16, 3
+NUM_BINS, NUM_NARROWING_STEPS, NUM_FITS = 32, 16, 3
 
 
 @dataclass(frozen=True)
-class Grid:
+class QuantizationGrid:
     """Codes 0..top, what scale and offset may be: halves, or any float, and what levels are multiples of: `part` of the
     largest power of two in the row, and `smallest`."""
 
-    top: int
-    halves: bool
-    part: float
-    smallest: float
+    max_code: int
+    has_fp16_scales: bool
+    unit_share: float
+    min_unit: float
 
     @classmethod
-    def of(cls, bits: int, dtype: torch.dtype) -> Grid:
+    def from_dtype(cls, bits: int, dtype: torch.dtype) -> QuantizationGrid:
         halves = bits < 8
         part = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}.get(dtype, 2.0**-22 if halves else 2.0**-21)
         smallest = 2.0**-24 if halves or dtype == torch.float16 else 2.0**-126
         return cls(2**bits - 1, halves, part, smallest)
 
-    def holds(self, values: Tensor) -> Tensor:
+    def can_represent(self, values: Tensor) -> Tensor:
         narrow = values.float()
         exact = narrow.double() == values
-        return exact & (narrow.half().float() == narrow) & (narrow.abs() <= 65504) if self.halves else exact
+        return exact & (narrow.half().float() == narrow) & (narrow.abs() <= 65504) if self.has_fp16_scales else exact
 
     def codes(self, rows: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """The nearest, ties to the even one, as floats."""
-        return ((rows - offset) * (1 / scale)).clamp(0, self.top).round()
+        return ((rows - offset) * (1 / scale)).clamp(0, self.max_code).round()
 
 
 def adaptive_codes(rows: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """float32 [n, D], which were of `dtype` -> uint8 [n, D] codes, float32 [n, 1] scale and [n, 1] offset."""
-    grid, (n, dim) = Grid.of(bits, dtype), rows.shape
+    grid, (n, dim) = QuantizationGrid.from_dtype(bits, dtype), rows.shape
     if n == 0 or dim == 0:
         return rows.to(torch.uint8), rows.new_zeros(n, 1), rows.new_zeros(n, 1)
-    low, high = ends(rows)
+    low, high = row_range(rows)
     scale, offset, found = _grid_scales(rows, grid)
-    searched = _Search(rows, grid).best() if grid.halves else _whole_range(low, high, grid)
+    searched = _RangeSearch(rows, grid).best() if grid.has_fp16_scales else _full_range_scales(low, high, grid)
     scale, offset = torch.where(found, scale, searched[0]), torch.where(found, offset, searched[1])
     codes = grid.codes(rows, scale, offset)
     collapsed = (codes == codes[:, :1]).all(1, keepdim=True) & (low < high)
@@ -52,7 +52,7 @@ def adaptive_codes(rows: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor,
     restored = codes * scale + offset
     settled = _grid_scales(restored, grid)
     codes = grid.codes(restored, settled[0], settled[1])
-    unit = _unit(low, high, grid.part, grid.smallest).double()
+    unit = _level_unit(low, high, grid.unit_share, grid.min_unit).double()
     middle = _constant_scales((((low.double() + high) / 2 / unit).round() * unit).float() + 0.0, grid)
     constant = _constant_scales(low, grid)
     scale, offset = (
@@ -61,24 +61,24 @@ def adaptive_codes(rows: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor,
     return torch.where((low == high) | collapsed, 1.0, codes).to(torch.uint8), scale, offset
 
 
-def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
+def row_range(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[n, D] -> the least and the greatest value, [n, 1]; 0 without columns, and no negative zero."""
     if rows.shape[1] == 0:
         return rows.new_zeros(len(rows), 1), rows.new_zeros(len(rows), 1)
     return rows.amin(1, keepdim=True) + 0.0, rows.amax(1, keepdim=True) + 0.0
 
 
-def _power_part(values: Tensor) -> Tensor:
+def _power_of_two_part(values: Tensor) -> Tensor:
     return (values.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _unit(low: Tensor, high: Tensor, part: float, smallest: float) -> Tensor:
-    return (_power_part(torch.maximum(low.abs(), high.abs())) * part).clamp(min=smallest)
+def _level_unit(low: Tensor, high: Tensor, part: float, smallest: float) -> Tensor:
+    return (_power_of_two_part(torch.maximum(low.abs(), high.abs())) * part).clamp(min=smallest)
 
 
-def _constant_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _constant_scales(values: Tensor, grid: QuantizationGrid) -> tuple[Tensor, Tensor]:
     scale, offset = torch.zeros_like(values), values
-    for _ in range(2 if grid.halves else 0):
+    for _ in range(2 if grid.has_fp16_scales else 0):
         whole = offset + scale
         nearest = whole.half()
         bits = nearest.view(torch.int16)
@@ -88,10 +88,10 @@ def _constant_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return scale, offset
 
 
-def _grid_scales(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def _grid_scales(rows: Tensor, grid: QuantizationGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Scale and offset [n, 1] of the rows that are on a grid, and which those are."""
-    low, high = ends(rows)
-    unit = _unit(low, high, 2.0**-23, grid.smallest).double()
+    low, high = row_range(rows)
+    unit = _level_unit(low, high, 2.0**-23, grid.min_unit).double()
     units = (rows.double() - low.double()) / unit
     fits = (units == units.floor()).all(1, keepdim=True) & (low < high)
     whole = torch.where(fits, units, 1.0).long()
@@ -99,28 +99,34 @@ def _grid_scales(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     step = distance.clone()
     for c in range(rows.shape[1]):
         step = torch.gcd(step, whole[:, c : c + 1])
-    fits &= distance <= step * grid.top
+    fits &= distance <= step * grid.max_code
     scale, offset, done = torch.ones_like(low), torch.zeros_like(low), torch.zeros_like(fits)
     highest = distance // step.clamp(min=1)
-    for part in range(1, grid.top + 1 if grid.halves and bool(fits.any()) else 2):
-        for below in range(grid.top - part + 1 if grid.halves and bool(fits.any()) else 1):
+    for part in range(1, grid.max_code + 1 if grid.has_fp16_scales and bool(fits.any()) else 2):
+        for below in range(grid.max_code - part + 1 if grid.has_fp16_scales and bool(fits.any()) else 1):
             wide = step * unit / part
             start = low.double() - below * wide
-            right = fits & ~done & (highest * part + below <= grid.top) & grid.holds(wide) & grid.holds(start)
+            right = (
+                fits
+                & ~done
+                & (highest * part + below <= grid.max_code)
+                & grid.can_represent(wide)
+                & grid.can_represent(start)
+            )
             scale, offset = torch.where(right, wide.float(), scale), torch.where(right, start.float(), offset)
             done |= right
     done &= (grid.codes(rows, scale, offset) * scale + offset == rows).all(1, keepdim=True)
     return scale, offset, done
 
 
-def _whole_range(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    unit = _unit(low, high, grid.part, grid.smallest).double()
+def _full_range_scales(low: Tensor, high: Tensor, grid: QuantizationGrid) -> tuple[Tensor, Tensor]:
+    unit = _level_unit(low, high, grid.unit_share, grid.min_unit).double()
     offset = (low.double() / unit).floor() * unit
     steps = torch.ceil((high.double() - offset) / 255.0 / unit).clamp(min=1.0)
     return (steps * unit).float(), offset.float()
 
 
-def _sum(values: Tensor) -> Tensor:
+def _sum_columns(values: Tensor) -> Tensor:
     """[n, D] -> [n, 1], a column after the other."""
     total = torch.zeros_like(values[:, :1])
     for c in range(values.shape[1]):
@@ -128,60 +134,60 @@ def _sum(values: Tensor) -> Tensor:
     return total
 
 
-class _Search:
+class _RangeSearch:
     """Candidates are scale, offset and squared error, [n, 1] each."""
 
-    def __init__(self, rows: Tensor, grid: Grid) -> None:
-        self.rows, self.top = rows, grid.top
-        self.low, self.high = ends(rows)
-        self.unit = _unit(self.low, self.high, grid.part, grid.smallest)
+    def __init__(self, rows: Tensor, grid: QuantizationGrid) -> None:
+        self.rows, self.max_code = rows, grid.max_code
+        self.low, self.high = row_range(rows)
+        self.unit = _level_unit(self.low, self.high, grid.unit_share, grid.min_unit)
 
     def best(self) -> tuple[Tensor, Tensor, Tensor]:
         best = self._narrow()
-        for _ in range(FITS):
-            best = _better(self._fit(*best), best)
+        for _ in range(NUM_FITS):
+            best = _lower_error(self._fit_least_squares(*best), best)
         return best
 
-    def _half(self, values: Tensor) -> Tensor:
-        shift = torch.maximum(_power_part(values) * 2.0**-10, self.unit) * (1.5 * 2**23)
+    def _round_to_half(self, values: Tensor) -> Tensor:
+        shift = torch.maximum(_power_of_two_part(values) * 2.0**-10, self.unit) * (1.5 * 2**23)
         return (values + shift) - shift
 
-    def _codes(self, steps: Tensor) -> Tensor:
-        return steps.clamp(0, self.top).round()
+    def _to_codes(self, steps: Tensor) -> Tensor:
+        return steps.clamp(0, self.max_code).round()
 
-    def _measure(self, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale = torch.maximum(self._half(scale), self.unit)
+    def _evaluate(self, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = torch.maximum(self._round_to_half(scale), self.unit)
         steps = (self.rows - offset) * (1 / scale)
-        return scale, offset, _sum((steps - self._codes(steps)) ** 2) * scale * scale
+        return scale, offset, _sum_columns((steps - self._to_codes(steps)) ** 2) * scale * scale
 
-    def _between(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        offset = self._half(low)
-        return self._measure((high - offset) / self.top, offset)
+    def _evaluate_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        offset = self._round_to_half(low)
+        return self._evaluate((high - offset) / self.max_code, offset)
 
     def _narrow(self) -> tuple[Tensor, Tensor, Tensor]:
         low, high = self.low, self.high
-        step, best = (high - low) / BINS, self._between(low, high)
-        for _ in range(STEPS):
-            up, down = self._between(low + step, high), self._between(low, high - step)
+        step, best = (high - low) / NUM_BINS, self._evaluate_range(low, high)
+        for _ in range(NUM_NARROWING_STEPS):
+            up, down = self._evaluate_range(low + step, high), self._evaluate_range(low, high - step)
             upper = down[2] - up[2] > 0
             low, high = torch.where(upper, low + step, low), torch.where(upper, high, high - step)
-            best = _better(_better(up, down), best)
+            best = _lower_error(_lower_error(up, down), best)
         return best
 
-    def _fit(self, scale: Tensor, offset: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _fit_least_squares(self, scale: Tensor, offset: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values, count = self.rows - offset, float(self.rows.shape[1])
-        codes = self._codes(values * (1 / scale))
-        sums = _sum(codes)
-        spread = count * _sum(codes * codes) - sums * sums
-        slope = (count * _sum(codes * values) - sums * _sum(values)) / spread
+        codes = self._to_codes(values * (1 / scale))
+        sums = _sum_columns(codes)
+        spread = count * _sum_columns(codes * codes) - sums * sums
+        slope = (count * _sum_columns(codes * values) - sums * _sum_columns(values)) / spread
         slope = torch.where((spread > 0) & (slope > 0), slope, scale)
-        start, margin = offset + (_sum(values) - slope * sums) / count, (self.high - self.low) * 0.125
-        offset = self._half(torch.clamp(start, (self.low - margin).clamp(min=-65504.0), self.high))
-        limit = (self.high + margin - offset) / self.top
-        return self._measure(torch.minimum(slope, limit), offset)
+        start, margin = offset + (_sum_columns(values) - slope * sums) / count, (self.high - self.low) * 0.125
+        offset = self._round_to_half(torch.clamp(start, (self.low - margin).clamp(min=-65504.0), self.high))
+        limit = (self.high + margin - offset) / self.max_code
+        return self._evaluate(torch.minimum(slope, limit), offset)
 
 
-def _better(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _lower_error(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Of either candidate the one that errs less, the second where they are equal."""
     less = b[2] - a[2] > 0
     scale, offset, error = (torch.where(less, x, y) for x, y in zip(a, b, strict=True))

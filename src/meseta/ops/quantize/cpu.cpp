@@ -53,19 +53,19 @@ void write_codes(const uint8_t* scratch, int64_t dim, int format, const Scales& 
   std::memcpy(out + packed_bytes(dim, kBits[format]), tail, 4);
 }
 
-[[noreturn]] void refuse_span(int64_t index, const Span& span) {
-  refuse("row ", index, " spans ", span.low, "..", span.high, ", which float16 scales do not reach; take int8");
+[[noreturn]] void throw_unrepresentable_range(int64_t index, const ValueRange& span) {
+  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", which float16 scales do not reach; take int8");
 }
 
-[[noreturn]] void refuse_reach(int64_t index, const Span& span, const Grid& grid) {
-  refuse("row ", index, " spans ", span.low, "..", span.high, ", beyond ", grid.largest,
+[[noreturn]] void throw_unrepresentable_value(int64_t index, const ValueRange& span, const QuantizationGrid& grid) {
+  throw_invalid_argument("row ", index, " spans ", span.low, "..", span.high, ", beyond ", grid.largest,
          ", the most that an adaptive range of these rows takes; ", grid.largest == 65504.0f ? "take int8" : "take bf16");
 }
 
 template <typename Round>
 void quantize_int(const float* __restrict row, int64_t dim, int64_t index, int format, const Round& round,
                   uint8_t* __restrict scratch, uint8_t* __restrict out) {
-  const Span span = span_of(row, dim, index);
+  const ValueRange span = value_range(row, dim, index);
   const float top = float((1 << kBits[format]) - 1);
   Scales scales;
   float inverse;
@@ -75,7 +75,7 @@ void quantize_int(const float* __restrict row, int64_t dim, int64_t index, int f
   } else {
     scales.offset = to_half(span.low);
     scales.scale = to_half((span.high - scales.offset) / top);
-    if (!std::isfinite(scales.offset) || !std::isfinite(scales.scale)) refuse_span(index, span);
+    if (!std::isfinite(scales.offset) || !std::isfinite(scales.scale)) throw_unrepresentable_range(index, span);
     if (scales.scale == 0.0f || std::isinf(1.0f / scales.scale)) scales.scale = 1.0f;
     inverse = 1.0f / scales.scale;
   }
@@ -88,7 +88,7 @@ template <typename Round>
 void quantize_fp8(const float* __restrict row, int64_t dim, int64_t index, const Short& shape, const Round& round,
                   uint8_t* __restrict out) {
   const Short form = shape;
-  const Span span = span_of(row, dim, index);
+  const ValueRange span = value_range(row, dim, index);
   const float largest = from_short(form.largest, form), reach = std::max(std::fabs(span.low), std::fabs(span.high));
   const float scale = reach == 0.0f ? 1.0f : std::max(reach / largest, 0x1p-126f);
   for (int64_t c = 0; c < dim; ++c)
@@ -128,15 +128,15 @@ void quantize_row(const float* row, const Job& job, int64_t index, const Round& 
 }
 
 // The whole range in int8, with levels that no float rounds.
-Scales whole_range(const Span& span, const Grid& grid) {
-  const double unit = unit_of(span.reach(), grid.part, grid.smallest);
+Scales whole_range(const ValueRange& span, const QuantizationGrid& grid) {
+  const double unit = level_unit(span.reach(), grid.part, grid.smallest);
   const double offset = std::floor(span.low / unit) * unit;
   const double steps = std::ceil((double(span.high) - offset) / 255.0 / unit);
   return {float(std::max(steps, 1.0) * unit), float(offset)};
 }
 
 // Codes of a row into `scratch`, and scale and offset as they will be found on the restored row.
-Scales settle(const float* row, int64_t dim, const Span& span, const Grid& grid, Scales scales, float* restored,
+Scales stabilize_scales(const float* row, int64_t dim, const ValueRange& span, const QuantizationGrid& grid, Scales scales, float* restored,
               uint8_t* scratch) {
   if (span.low == span.high) {
     std::fill(scratch, scratch + dim, uint8_t(1));
@@ -151,7 +151,7 @@ Scales settle(const float* row, int64_t dim, const Span& span, const Grid& grid,
     for (int64_t c = 0; c < dim && step != 1; ++c) step = std::gcd(step, scratch[c] - lowest);
     if (step == 0) {
       std::fill(scratch, scratch + dim, uint8_t(1));
-      const double unit = unit_of(span.reach(), grid.part, grid.smallest);
+      const double unit = level_unit(span.reach(), grid.part, grid.smallest);
       return constant_scales(float(std::nearbyint((double(span.low) + span.high) / 2 / unit) * unit) + 0.0f, grid);
     }
     if (turn || (lowest == 0 && step == 1)) return scales;
@@ -164,35 +164,35 @@ Scales settle(const float* row, int64_t dim, const Span& span, const Grid& grid,
 template <typename T>
 void quantize_adaptive(const T* rows, const Job& job, int64_t first, int64_t last, uint8_t* out) {
   const int64_t dim = job.dim;
-  const Grid grid = grid_of<T>(kBits[job.format]);
+  const QuantizationGrid grid = make_grid<T>(kBits[job.format]);
   const int64_t stride = (dim + kLanes - 1) / kLanes * kLanes;
   std::vector<float> block(static_cast<size_t>(kLanes * stride)), restored(static_cast<size_t>(dim));
   std::vector<uint8_t> scratch(static_cast<size_t>(padded(dim)));
   std::vector<Line> columns(static_cast<size_t>(stride));
   for (int64_t base = first; base < last; base += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, last - base));
-    Span spans[kLanes];
+    ValueRange spans[kLanes];
     std::optional<Scales> scales[kLanes];
     bool search = false;
     for (int i = 0; i < count; ++i) {
       float* row = block.data() + i * stride;
       for (int64_t c = 0; c < dim; ++c) row[c] = to_float(rows[(base + i) * dim + c]);
-      spans[i] = span_of(row, dim, base + i);
+      spans[i] = value_range(row, dim, base + i);
       scales[i] = grid_scales(row, dim, spans[i], grid);
-      if (!scales[i] && spans[i].reach() > grid.largest) refuse_reach(base + i, spans[i], grid);
+      if (!scales[i] && spans[i].reach() > grid.largest) throw_unrepresentable_value(base + i, spans[i], grid);
       search |= !scales[i] && grid.halves;
     }
     float steps[kLanes], offsets[kLanes];
     if (search) {
       for (int64_t c = 0; c < dim; c += kLanes) transpose(block.data() + c, stride, columns[size_t(c)].x, kLanes);
-      const Candidate best = AdaptiveRange(columns.data()->x, dim, grid).search();
+      const RangeCandidate best = AdaptiveRange(columns.data()->x, dim, grid).search();
       store(steps, best.scale);
       store(offsets, best.offset);
     }
     for (int i = 0; i < count; ++i) {
       const float* row = block.data() + i * stride;
       if (!scales[i]) scales[i] = grid.halves ? Scales{steps[i], offsets[i]} : whole_range(spans[i], grid);
-      scales[i] = settle(row, dim, spans[i], grid, *scales[i], restored.data(), scratch.data());
+      scales[i] = stabilize_scales(row, dim, spans[i], grid, *scales[i], restored.data(), scratch.data());
       write_codes(scratch.data(), dim, job.format, *scales[i], out + (base + i) * row_bytes(job.format, dim));
     }
   }
@@ -254,7 +254,7 @@ void dequantize_row(const uint8_t* __restrict codes, int format, int64_t dim, co
 
 // body(first, last) for pieces of the rows.
 template <typename Body>
-void over_rows(int64_t num_rows, int64_t dim, int num_threads, Body&& body) {
+void for_row_chunks(int64_t num_rows, int64_t dim, int num_threads, Body&& body) {
   const int64_t piece = std::max<int64_t>(16384 / std::max<int64_t>(dim, 1), 1);
   const int64_t pieces = (num_rows + piece - 1) / piece;
   parallel_tasks(num_threads, pieces, [&](int64_t p) { body(p * piece, std::min((p + 1) * piece, num_rows)); });
@@ -266,7 +266,7 @@ void quantize_rows(uintptr_t rows, int kind, std::array<int64_t, 2> shape, int f
   nb::gil_scoped_release unlocked;
   const Job job{shape[0], shape[1], format, origin, adaptive};
   auto* out = reinterpret_cast<uint8_t*>(codes);
-  over_rows(job.num_rows, job.dim, num_threads, [&](int64_t first, int64_t last) {
+  for_row_chunks(job.num_rows, job.dim, num_threads, [&](int64_t first, int64_t last) {
     if (kind == 0) quantize_piece(reinterpret_cast<const float*>(rows), job, first, last, out);
     if (kind == 1) quantize_piece(reinterpret_cast<const Half*>(rows), job, first, last, out);
     if (kind == 2) quantize_piece(reinterpret_cast<const Bfloat*>(rows), job, first, last, out);
@@ -283,7 +283,7 @@ void dequantize_rows(uintptr_t codes, std::array<int64_t, 2> shape, int format, 
       eighths[code] = finite ? from_short(code, kShorts[format]) : beyond;
     }
   const int64_t bytes = row_bytes(format, shape[1]);
-  over_rows(shape[0], shape[1], num_threads, [&](int64_t first, int64_t last) {
+  for_row_chunks(shape[0], shape[1], num_threads, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
       dequantize_row(reinterpret_cast<const uint8_t*>(codes) + r * bytes, format, shape[1], eighths,
                      reinterpret_cast<float*>(rows) + r * shape[1]);

@@ -17,7 +17,7 @@ namespace meseta {
 
 // Codes 0..top, and what scale and offset may be: halves, or any float. Levels are multiples of `part` of the largest power
 // of two in the row, and of `smallest`, so that the type of the rows has every level.
-struct Grid {
+struct QuantizationGrid {
   int top;
   bool halves;
   float part, smallest;
@@ -30,9 +30,9 @@ struct Grid {
 };
 
 template <typename T>
-Grid grid_of(int bits) {
+QuantizationGrid make_grid(int bits) {
   const bool halves = bits < 8;
-  Grid grid{(1 << bits) - 1, halves, 0x1p-21f, 0x1p-126f, 0x1p126f};
+  QuantizationGrid grid{(1 << bits) - 1, halves, 0x1p-21f, 0x1p-126f, 0x1p126f};
   if (halves) grid = {grid.top, halves, 0x1p-22f, 0x1p-24f, 65504.0f};
   if (sizeof(T) == 2) grid.part = std::is_same_v<T, Half> ? 0x1p-9f : 0x1p-6f;
   if (std::is_same_v<T, Half>) grid.smallest = 0x1p-24f;
@@ -45,12 +45,12 @@ inline float nearest_code(float value, const Scales& scales, float inverse, floa
 }
 
 // The largest power of two that `reach` holds, times `part`, and at least `smallest`.
-inline float unit_of(float reach, float part, float smallest) {
+inline float level_unit(float reach, float part, float smallest) {
   return std::max(bits_to_float(float_to_bits(reach) & 0x7F800000u) * part, smallest);
 }
 
 // Of a row of equal values, whose codes are all 1. As halves: the one below and the rest, 22 bits together.
-inline Scales constant_scales(float value, const Grid& grid) {
+inline Scales constant_scales(float value, const QuantizationGrid& grid) {
   if (!grid.halves) return {0, value};
   Scales scales{0, value};
   for (int turn = 0; turn < 2; ++turn) {  // the rest may round up to the next half, whose rest is nothing
@@ -81,12 +81,12 @@ inline int64_t common_step(const float* row, int64_t dim, double low, double uni
   return step;
 }
 
-inline std::optional<Scales> grid_scales(const float* row, int64_t dim, const Span& span, const Grid& grid) {
+inline std::optional<Scales> grid_scales(const float* row, int64_t dim, const ValueRange& span, const QuantizationGrid& grid) {
   if (span.low == span.high) {
     if (span.reach() > grid.largest) return std::nullopt;
     return constant_scales(span.low, grid);
   }
-  const double low = span.low, unit = unit_of(span.reach(), 0x1p-23f, grid.smallest);
+  const double low = span.low, unit = level_unit(span.reach(), 0x1p-23f, grid.smallest);
   const double distance = (double(span.high) - low) / unit;
   if (double(int64_t(distance)) != distance) return std::nullopt;
   const int64_t step = common_step(row, dim, low, unit, int64_t(distance), grid.top);

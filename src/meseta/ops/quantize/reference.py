@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meseta.ops.quantize.adaptive import adaptive_codes, ends
+from meseta.ops.quantize.adaptive import adaptive_codes, row_range
 from meseta.ops.random_rows import random_bits
 
-BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
-FORMATS = (*BITS, "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")
-_TYPES = {
+CODE_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+FORMATS = (*CODE_BITS, "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")
+_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-_MANTISSA = {"fp8_e4m3": 3, "fp8_e5m2": 2, "fp16": 10, "bf16": 7}
-_SMALLEST_EXPONENT = {"fp8_e4m3": -6, "fp8_e5m2": -14, "fp16": -14, "bf16": -126}
+_MANTISSA_BITS = {"fp8_e4m3": 3, "fp8_e5m2": 2, "fp16": 10, "bf16": 7}
+_MIN_EXPONENT = {"fp8_e4m3": -6, "fp8_e5m2": -14, "fp16": -14, "bf16": -126}
 
 
 def row_bytes(row_format: str, dim: Any) -> Any:
     """Bytes of a row of `dim` columns, an int (or torch's symbol for one while it traces)."""
     if row_format == "int8":
         return dim + 8
-    if row_format in BITS:
-        return (dim * BITS[row_format] + 7) // 8 + 4
+    if row_format in CODE_BITS:
+        return (dim * CODE_BITS[row_format] + 7) // 8 + 4
     return dim + 4 if row_format.startswith("fp8") else 2 * dim
 
 
@@ -42,25 +42,27 @@ def quantize_rows(
         corner = (first_row, first_row + n), (first_column, first_column + dim)
         bits = random_bits(key % 2**64, *corner, device=rows.device)
     if row_format in ("fp16", "bf16"):
-        return _bytes(to_short(rows, row_format, bits))
+        return _to_bytes(to_short(rows, row_format, bits))
     if row_format.startswith("fp8"):
-        largest = torch.finfo(_TYPES[row_format]).max
-        scale = (_amax(rows.abs()) / largest).clamp(min=2.0**-126)
-        scale = torch.where(_amax(rows.abs()) == 0, 1.0, scale)
+        largest = torch.finfo(_DTYPES[row_format]).max
+        scale = (_row_amax(rows.abs()) / largest).clamp(min=2.0**-126)
+        scale = torch.where(_row_amax(rows.abs()) == 0, 1.0, scale)
         codes = to_short((rows / scale).clamp(-largest, largest), row_format, bits).view(torch.uint8)
-        return torch.cat([codes, _bytes(scale)], dim=1)
+        return torch.cat([codes, _to_bytes(scale)], dim=1)
     if adaptive:
-        codes, scale, offset = adaptive_codes(rows, BITS[row_format], dtype)
+        codes, scale, offset = adaptive_codes(rows, CODE_BITS[row_format], dtype)
     else:
-        codes, scale, offset = _codes(rows, row_format, bits)
+        codes, scale, offset = _quantize_int(rows, row_format, bits)
     if row_format == "int8":
-        return torch.cat([codes, _bytes(scale), _bytes(offset)], dim=1)
-    return torch.cat([_pack(codes, BITS[row_format]), _bytes(scale.half()), _bytes(offset.half())], dim=1)
+        return torch.cat([codes, _to_bytes(scale), _to_bytes(offset)], dim=1)
+    return torch.cat(
+        [_pack_codes(codes, CODE_BITS[row_format]), _to_bytes(scale.half()), _to_bytes(offset.half())], dim=1
+    )
 
 
-def _codes(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_int(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes over the whole range, scale and offset."""
-    (low, high), top = ends(rows), 2 ** BITS[row_format] - 1
+    (low, high), top = row_range(rows), 2 ** CODE_BITS[row_format] - 1
     if row_format == "int8":
         # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
         scale, offset = (high - low) / 255, low
@@ -76,18 +78,18 @@ def _codes(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, 
 def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
     """See meseta.ops.quantize.dequantize_rows."""
     if row_format in ("fp16", "bf16"):
-        return _numbers(codes, _TYPES[row_format]).to(torch.float32)
+        return _from_bytes(codes, _DTYPES[row_format]).to(torch.float32)
     if row_format.startswith("fp8"):
-        values = _numbers(codes[:, :dim], _TYPES[row_format]).to(torch.float32)
-        return values * _numbers(codes[:, dim:], torch.float32)
+        values = _from_bytes(codes[:, :dim], _DTYPES[row_format]).to(torch.float32)
+        return values * _from_bytes(codes[:, dim:], torch.float32)
     if row_format == "int8":
-        scale, offset = _numbers(codes[:, dim:], torch.float32).split(1, dim=1)
+        scale, offset = _from_bytes(codes[:, dim:], torch.float32).split(1, dim=1)
         return codes[:, :dim].float() * scale + offset
-    scale, offset = _numbers(codes[:, -4:], torch.float16).float().split(1, dim=1)
-    return _unpack(codes[:, :-4], BITS[row_format], dim).float() * scale + offset
+    scale, offset = _from_bytes(codes[:, -4:], torch.float16).float().split(1, dim=1)
+    return _unpack_codes(codes[:, :-4], CODE_BITS[row_format], dim).float() * scale + offset
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """uint8 [n, D] -> [n, ceil(D * bits / 8)], the first code in the lowest bits."""
     n, dim = codes.shape
     stream = (codes[:, :, None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
@@ -95,24 +97,24 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return (stream << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(2, dtype=torch.uint8)
 
 
-def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+def _unpack_codes(packed: Tensor, bits: int, dim: int) -> Tensor:
     """uint8 [n, ceil(dim * bits / 8)] -> [n, dim]."""
     stream = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     stream = stream.flatten(1)[:, : dim * bits].reshape(len(packed), dim, bits)
     return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(2, dtype=torch.uint8)
 
 
-def _bytes(numbers: Tensor) -> Tensor:
+def _to_bytes(numbers: Tensor) -> Tensor:
     """[n, k] -> uint8 [n, k * bytes of a number]."""
     return numbers.flatten().clone().view(torch.uint8).view(len(numbers), numbers.shape[1] * numbers.element_size())
 
 
-def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [n, k] -> [n, k / bytes of a number], at whatever address the bytes lie."""
     return data.flatten().clone().view(dtype).view(len(data), data.shape[1] // dtype.itemsize)
 
 
-def _amax(rows: Tensor) -> Tensor:
+def _row_amax(rows: Tensor) -> Tensor:
     """[n, D] -> [n, 1]; 0 without columns."""
     return rows.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
 
@@ -129,11 +131,11 @@ def to_short(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
     """Float32 to a shorter float: the nearest, or one of its two neighbours: the larger magnitude where `bits`, as a
     fraction, lie below that of the magnitude."""
     if bits is None:
-        return values.to(_TYPES[row_format])
-    exponent = (torch.frexp(values).exponent - 1).clamp(min=_SMALLEST_EXPONENT[row_format])
+        return values.to(_DTYPES[row_format])
+    exponent = (torch.frexp(values).exponent - 1).clamp(min=_MIN_EXPONENT[row_format])
     # Two halves of the power, since 2^133 is not a float.
-    step = exponent - _MANTISSA[row_format]
+    step = exponent - _MANTISSA_BITS[row_format]
     half = step // 2
     scaled = torch.ldexp(torch.ldexp(values.abs(), -half), half - step)
     rounded = torch.ldexp(torch.ldexp(_round(scaled, bits), half), step - half)
-    return torch.where(values.isfinite(), rounded.copysign(values), values).to(_TYPES[row_format])
+    return torch.where(values.isfinite(), rounded.copysign(values), values).to(_DTYPES[row_format])

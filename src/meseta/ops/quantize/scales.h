@@ -24,7 +24,7 @@ inline uint16_t half_bits(float value) {
 
 inline float to_half(float value) { return to_float(Half{half_bits(value)}); }
 
-struct Span {
+struct ValueRange {
   float low, high;
   float reach() const { return std::max(std::fabs(low), std::fabs(high)); }
 };
@@ -32,7 +32,7 @@ struct Span {
 // Floats in the order of these integers, which the compiler compares many at a time.
 inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
 
-inline Span span_of(const float* row, int64_t dim, int64_t index) {
+inline ValueRange value_range(const float* row, int64_t dim, int64_t index) {
   int32_t lowest = std::numeric_limits<int32_t>::max(), highest = std::numeric_limits<int32_t>::min();
   uint32_t largest = 0;
   for (int64_t c = 0; c < dim; ++c) {
@@ -44,7 +44,7 @@ inline Span span_of(const float* row, int64_t dim, int64_t index) {
   if (dim == 0) return {0, 0};
   const float low = bits_to_float(uint32_t(ordered(lowest))), high = bits_to_float(uint32_t(ordered(highest)));
   if (largest >= 0x7F800000u || !std::isfinite(high - low))
-    refuse("row ", index, " holds a value that is not finite, or its range is not; clean it, or take fp16 or bf16");
+    throw_invalid_argument("row ", index, " holds a value that is not finite, or its range is not; clean it, or take fp16 or bf16");
   return {low + 0.0f, high + 0.0f};  // no negative zero
 }
 

@@ -53,7 +53,7 @@ def initial_rows(
     Uniform cells are scale * (2 u - 1) with 24 random bits in u; normal cells use the Box-Muller transform of the pair
     of words that the cell belongs to. Computed in float64 and rounded to the nearest, for 16 bits by way of float32.
     """
-    scale = _scale(spec)
+    scale = _init_scale(spec)
     shape = rows[1] - rows[0], columns[1] - columns[0]
     weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
     if spec.init.kind == "constant":
@@ -63,7 +63,7 @@ def initial_rows(
         stop = min(start + step, rows[1])
         chunk = weight[start - rows[0] : stop - rows[0]]
         if spec.init.kind == "normal":
-            bits = random_bits(key, (start, stop), _pairs(columns), device)
+            bits = random_bits(key, (start, stop), _align_to_pairs(columns), device)
             chunk.copy_(_normal_cells(bits, columns).mul_(scale))
         elif weight.device.type != "cpu":
             chunk.copy_(reference.uniform(random_bits(key, (start, stop), columns, device), scale))
@@ -76,39 +76,39 @@ def initial_rows(
     return weight
 
 
-def initial_rows_of(
+def initial_rows_at(
     spec: TableSpec, rows: Int[Tensor, " n"], *, columns: tuple[int, int], seed: int
 ) -> Float[Tensor, "n columns"]:
     """The same of any rows of a new table, int64 in the memory of the host, to the bit."""
-    scale, width = _scale(spec), columns[1] - columns[0]
+    scale, width = _init_scale(spec), columns[1] - columns[0]
     weight = empty((len(rows), width), getattr(torch, spec.dtype), keep=False)
     if spec.init.kind == "constant":
         return weight.fill_(scale)
     key, step = table_key(seed, spec.name), max(1, CHUNK_CELLS[spec.init.kind] // width)
     for numbers, chunk in zip(rows.split(step), weight.split(step), strict=True):
         if spec.init.kind == "normal":
-            bits = reference.cell_bits(key, numbers, _pairs(columns))
+            bits = reference.cell_bits(key, numbers, _align_to_pairs(columns))
             chunk.copy_(_normal_cells(bits, columns).mul_(scale))
             continue
         exact = chunk.dtype in (torch.float32, torch.float64)
         cells = chunk if exact else torch.empty(chunk.shape, dtype=torch.float32)
         of_rows = numbers.contiguous().numpy()
-        core().uniform_rows_of(key, of_rows, columns[0], scale, cells.numpy(), torch.get_num_threads())
+        core().uniform_rows_at(key, of_rows, columns[0], scale, cells.numpy(), torch.get_num_threads())
         if not exact:
             chunk.copy_(cells)
     return weight
 
 
-def _scale(spec: TableSpec) -> float:
+def _init_scale(spec: TableSpec) -> float:
     return 1 / math.sqrt(spec.num_embeddings) if spec.init.scale is None else spec.init.scale
 
 
-def _pairs(columns: tuple[int, int]) -> tuple[int, int]:
+def _align_to_pairs(columns: tuple[int, int]) -> tuple[int, int]:
     """Whole pairs of columns."""
     return columns[0] // 2 * 2, -(-columns[1] // 2) * 2
 
 
 def _normal_cells(bits: Tensor, columns: tuple[int, int]) -> Tensor:
     """Standard normal float64 [rows, columns], made of both words of each pair."""
-    first, _ = _pairs(columns)
+    first, _ = _align_to_pairs(columns)
     return reference.box_muller(bits)[:, columns[0] - first : columns[1] - first]

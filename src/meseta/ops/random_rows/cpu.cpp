@@ -23,7 +23,7 @@ struct Origin {
 
 // body(first row of `out`, the one behind the last, its cells) for the share of each thread.
 template <typename T, typename Body>
-void share(const Cells<T>& out, int num_threads, Body body) {
+void for_row_ranges(const Cells<T>& out, int num_threads, Body body) {
   const int64_t num_rows = int64_t(out.shape(0)), width = int64_t(out.shape(1));
   T* const cells = out.data();
   if (width == 0) return;
@@ -38,7 +38,7 @@ void share(const Cells<T>& out, int num_threads, Body body) {
 template <typename T, typename Convert>
 void fill(const Origin& origin, const Cells<T>& out, int num_threads, Convert convert) {
   const int64_t width = int64_t(out.shape(1));
-  share(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
+  for_row_ranges(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
     meseta::random_words(origin.key, origin.row + uint64_t(first), last - first, origin.column, width, cells, convert);
   });
 }
@@ -59,13 +59,13 @@ void uniform_rows(uint64_t key, uint64_t first_row, uint64_t first_column, doubl
 }
 
 template <typename T>
-void uniform_rows_of(uint64_t key, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> rows,
+void uniform_rows_at(uint64_t key, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> rows,
                      uint64_t first_column, double scale, Cells<T> out, int num_threads) {
   if (rows.shape(0) != out.shape(0)) throw std::invalid_argument("there must be a row number for each row");
   const Uniform uniform{scale};
   const int64_t width = int64_t(out.shape(1));
   const int64_t* const numbers = rows.data();
-  share(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
+  for_row_ranges(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
     for (int64_t r = first; r < last; ++r, cells += width)
       meseta::random_words(key, uint64_t(numbers[r]), 1, first_column, width, cells,
                            [&](uint32_t word) { return T(uniform(word)); });
@@ -82,11 +82,11 @@ void bind_random_rows(nb::module_& m) {
           nb::arg("out").noconvert(), nb::arg("num_threads"));
   };
   const auto bind_uniform_of = [&m](auto function) {
-    m.def("uniform_rows_of", function, nb::arg("key"), nb::arg("rows"), nb::arg("first_column"), nb::arg("scale"),
+    m.def("uniform_rows_at", function, nb::arg("key"), nb::arg("rows"), nb::arg("first_column"), nb::arg("scale"),
           nb::arg("out").noconvert(), nb::arg("num_threads"));
   };
-  bind_uniform_of(&uniform_rows_of<float>);
-  bind_uniform_of(&uniform_rows_of<double>);
+  bind_uniform_of(&uniform_rows_at<float>);
+  bind_uniform_of(&uniform_rows_at<double>);
   bind_uniform(&uniform_rows<float>);
   bind_uniform(&uniform_rows<double>);
 }

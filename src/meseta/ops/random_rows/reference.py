@@ -7,23 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
+_WORD_MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds on four int64 tensors of 32-bit words."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key & _WORD, key >> 32
+    k0, k1 = key & _WORD_MASK, key >> 32
     for _ in range(10):
         # The products wrap around in int64, but the shift and mask still find their high words.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
-            ((product1 >> 32) & _WORD) ^ c1 ^ k0,
-            product1 & _WORD,
-            ((product0 >> 32) & _WORD) ^ c3 ^ k1,
-            product0 & _WORD,
+            ((product1 >> 32) & _WORD_MASK) ^ c1 ^ k0,
+            product1 & _WORD_MASK,
+            ((product0 >> 32) & _WORD_MASK) ^ c3 ^ k1,
+            product0 & _WORD_MASK,
         )
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD_MASK, (k1 + 0xBB67AE85) & _WORD_MASK
     return c0, c1, c2, c3
 
 
@@ -36,7 +36,7 @@ def cell_bits(key: int, rows: Tensor, columns: tuple[int, int]) -> Tensor:
     """The same for rows of any numbers, int64 [n]."""
     group = torch.arange(columns[0] // 4, -(-columns[1] // 4), device=rows.device)[None, :]
     row, group = torch.broadcast_tensors(rows[:, None], group)
-    words = philox((row & _WORD, (row >> 32) & _WORD, group & _WORD, torch.zeros_like(row)), key)
+    words = philox((row & _WORD_MASK, (row >> 32) & _WORD_MASK, group & _WORD_MASK, torch.zeros_like(row)), key)
     bits = torch.stack(words, dim=-1).flatten(1)
     first = columns[0] // 4 * 4
     return bits[:, columns[0] - first : columns[1] - first].contiguous()

@@ -14,34 +14,34 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.core import core
-from meseta.ops.eviction import HALF_LIVES, KEPT_PER_SLOT
+from meseta.ops.eviction import GHOST_SCORES_PER_SLOT, HALF_LIVES
 from meseta.spec import MesetaError
 
 EMPTY = -1
 """Row of a slot that has none, and slot of a row that does not lie near."""
 
 
-class AbsentRows(NamedTuple):
+class UnwrittenRows(NamedTuple):
     """Rows that were never written: who has pinned them makes them."""
 
-    cache: int
+    cache_index: int
     """Index of their cache."""
     rows: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
 
 
-class MovedRows(NamedTuple):
+class CacheMoves(NamedTuple):
     """What the caller moves of a cache that moves no values itself, as on a GPU."""
 
-    leaving: Int[Tensor, " n"]
+    evicted_rows: Int[Tensor, " n"]
     """Rows that were changed, and lie in slots that others get: to be written to the far side at once."""
-    leaving_slots: Int[Tensor, " n"]
-    rows: Int[Tensor, " m"]
+    evicted_slots: Int[Tensor, " n"]
+    fetched_rows: Int[Tensor, " m"]
     """Those that come in, once `PinnedRows.wait` has returned."""
-    slots: Int[Tensor, " m"]
+    fetched_slots: Int[Tensor, " m"]
     records: Shaped[Tensor, "m bytes"]
     """uint8."""
-    present: Bool[Tensor, " m"]
+    is_written: Bool[Tensor, " m"]
     """Which were ever written."""
 
 
@@ -55,21 +55,21 @@ class CacheCounters:
     """Distinct rows of each of these batches."""
     num_misses: int
     """Those of them that did not lie near."""
-    num_written: int
+    num_written_back: int
     """Rows that the far side was sent."""
-    num_read: int
+    num_read_only: int
     """Rows that were read alone, for an evaluation."""
 
 
-class FarFailure(MesetaError):
+class BackingStoreError(MesetaError):
     """The far side of a cache has failed."""
 
     def __init__(self, index: int, failure: Sequence[int]) -> None:
         super().__init__(f"row cache {index}: its far side has failed ({list(failure)})")
-        self.index, self.failure = index, list(failure)
+        self.cache_index, self.failure = index, list(failure)
 
 
-class NoRoom(MesetaError):
+class CacheFullError(MesetaError):
     """A batch looks up more rows of a cache than it has slots for."""
 
     def __init__(self, index: int, num_rows: int, num_missing: int, num_others: int) -> None:
@@ -77,7 +77,12 @@ class NoRoom(MesetaError):
             f"row cache {index}: a batch looks up {num_rows:,} rows, {num_missing:,} of which do not lie near, "
             f"and others need {num_others:,} slots"
         )
-        self.index, self.num_rows, self.num_missing, self.num_others = index, num_rows, num_missing, num_others
+        self.cache_index, self.num_rows, self.num_missing, self.num_pinned_by_others = (
+            index,
+            num_rows,
+            num_missing,
+            num_others,
+        )
 
 
 class RowCache:
@@ -85,25 +90,31 @@ class RowCache:
     evaluation does, for as long as it needs them. Which row leaves is told by meseta.ops.eviction."""
 
     def __init__(
-        self, num_slots: int, num_to_read: int, num_rows: int, far: object, values: Sequence[Tensor] = ()
+        self,
+        num_slots: int,
+        num_read_only_slots: int,
+        num_rows: int,
+        backing_store: object,
+        values: Sequence[Tensor] = (),
     ) -> None:
-        """Of `num_rows` rows. `far` is the handle of where they lie, as `far_memory` makes it. `values` are those of
-        each slot, [num_slots + num_to_read, ...], in the order of a record; without any, the caller moves them.
+        """Of `num_rows` rows. `backing_store` is the handle of where they lie, as `memory_backing_store` makes it.
+        `values` are those of each slot, [num_slots + num_to_read, ...], in the order of a record; without any, the
+        caller moves them.
 
         Raises MesetaError for sizes that do not fit together.
         """
-        rows = np.zeros(num_slots + num_to_read, np.int64)  # pages that nobody writes to take no memory
+        rows = np.zeros(num_slots + num_read_only_slots, np.int64)  # pages that nobody writes to take no memory
         rows[:num_slots] = EMPTY
         self.rows: Int[Tensor, " slots"] = torch.from_numpy(rows)
         """Of each slot; EMPTY: none. Of slots that are read alone it means nothing."""
         self.num_slots = num_slots
         fields = [(v.data_ptr(), v[0].numel() * v.element_size(), len(v)) for v in values]
-        kept, half_lives = min(num_rows, KEPT_PER_SLOT * num_slots), [times * num_slots for times in HALF_LIVES]
+        kept, half_lives = min(num_rows, GHOST_SCORES_PER_SLOT * num_slots), [times * num_slots for times in HALF_LIVES]
         try:
-            self._cache = core().open_row_cache(rows, num_slots, kept, half_lives, far, fields)
+            self._cache = core().open_row_cache(rows, num_slots, kept, half_lives, backing_store, fields)
         except ValueError as error:
             raise MesetaError(f"row cache: {error}") from None
-        self._held = values
+        self._values = values
 
     def find(self, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Their slots; EMPTY where one does not lie near."""
@@ -111,40 +122,40 @@ class RowCache:
         core().find_in_cache(self._cache, rows.numpy(), slots.numpy(), torch.get_num_threads())
         return slots
 
-    def near_rows(self) -> Int[Tensor, " n"]:
+    def cached_rows(self) -> Int[Tensor, " n"]:
         """Those that lie near, ascending."""
         rows = self.rows[: self.num_slots]
         return rows[rows != EMPTY].sort().values
 
-    def dirty(self) -> Int[Tensor, " n"]:
+    def dirty_slots(self) -> Int[Tensor, " n"]:
         """Slots whose rows the far side has older, by row."""
         return torch.from_numpy(core().dirty_slots(self._cache))
 
     def write_back(self, slots: Int[Tensor, " n"]) -> None:
-        """Write the rows in some slots to the far side. Raises FarFailure."""
+        """Write the rows in some slots to the far side. Raises BackingStoreError."""
         index, *failure = core().write_back_slots(self._cache, slots.numpy())
         if failure[0] != 0:
-            raise FarFailure(index, failure)
+            raise BackingStoreError(index, failure)
 
-    def clean(self, slots: Int[Tensor, " n"]) -> None:
+    def mark_clean(self, slots: Int[Tensor, " n"]) -> None:
         """The far side has the rows in some slots."""
         core().clean_slots(self._cache, slots.numpy())
 
     def num_bytes(self) -> int:
         """Of memory, beside rows and values."""
-        return int(self._numbers()[0])
+        return int(self._raw_counters()[0])
 
     @property
     def num_pinned(self) -> int:
         """Slots that somebody needs."""
-        return self._numbers()[1]
+        return self._raw_counters()[1]
 
     @property
     def counters(self) -> CacheCounters:
         """What it has done so far."""
-        return CacheCounters(*self._numbers()[2:])
+        return CacheCounters(*self._raw_counters()[2:])
 
-    def _numbers(self) -> list[int]:
+    def _raw_counters(self) -> list[int]:
         return core().row_cache_numbers(self._cache)
 
 
@@ -153,38 +164,38 @@ class PinnedRows:
 
     def __init__(self, pinned: object, places: Sequence[Int[Tensor, " _"]]) -> None:
         self._pinned = pinned
-        self.places = places
+        self.slots = places
         """The slot of each id, in the order in which `pin_rows` was given them."""
 
-    def wait(self) -> list[AbsentRows]:
-        """Until rows are in their slots, but for those that were never written. Raises FarFailure where they cannot be
-        had; they are near no longer then. To be called once."""
+    def wait(self) -> list[UnwrittenRows]:
+        """Until rows are in their slots, but for those that were never written. Raises BackingStoreError where they
+        cannot be had; they are near no longer then. To be called once."""
         failed, absent = core().wait_for_rows(self._pinned, torch.get_num_threads())
         if failed:
-            raise FarFailure(failed[0], failed[1:])
-        return [AbsentRows(index, torch.from_numpy(rows), torch.from_numpy(slots)) for index, rows, slots in absent]
+            raise BackingStoreError(failed[0], failed[1:])
+        return [UnwrittenRows(index, torch.from_numpy(rows), torch.from_numpy(slots)) for index, rows, slots in absent]
 
-    def moved(self, index: int) -> MovedRows:
+    def moves(self, index: int) -> CacheMoves:
         """Of one cache, which moves no values."""
-        return MovedRows(*map(torch.from_numpy, core().moved_rows(self._pinned, index)))
+        return CacheMoves(*map(torch.from_numpy, core().cache_moves(self._pinned, index)))
 
     def num_rows(self, index: int) -> tuple[int, int]:
         """Of one cache: distinct rows, and those that did not lie near."""
         return core().num_pinned_rows(self._pinned, index)
 
-    def end(self) -> None:
+    def unpin(self) -> None:
         """The batch is over; its rows count as changed, unless they were to be read alone."""
         core().unpin_rows(self._pinned)
 
 
 def pin_rows(
-    caches: Sequence[RowCache], looked_up: Sequence[tuple[int, Int[Tensor, " _"]]], *, to_read: bool = False
+    caches: Sequence[RowCache], looked_up: Sequence[tuple[int, Int[Tensor, " _"]]], *, read_only: bool = False
 ) -> PinnedRows:
     """Keep rows near, and begin to bring those that are not. `looked_up` are rows, each with the index of its cache; a
-    row may come twice. Those that are pinned `to_read` are not changed, and push none out.
+    row may come twice. Those that are pinned `read_only` are not changed, and push none out.
 
-    Raises NoRoom where they are more than there are free slots, and FarFailure where others cannot be pushed out;
-    nothing is pinned then.
+    Raises CacheFullError where they are more than there are free slots, and BackingStoreError where others cannot be
+    pushed out; nothing is pinned then.
     """
     sizes = [len(rows) for _, rows in looked_up]
     of = [index for index, _ in looked_up]
@@ -192,14 +203,14 @@ def pin_rows(
     places, bounds = torch.empty_like(rows), list(accumulate(sizes, initial=0))
     handles, threads = [cache._cache for cache in caches], torch.get_num_threads()
     try:
-        pinned, why = core().pin_rows(handles, rows.numpy(), bounds, of, places.numpy(), to_read, threads)
+        pinned, why = core().pin_rows(handles, rows.numpy(), bounds, of, places.numpy(), read_only, threads)
     except ValueError as error:
         raise MesetaError(f"row cache: {error}") from None
     if pinned is None:
-        raise NoRoom(*why) if len(why) == 4 else FarFailure(why[0], why[1:])
+        raise CacheFullError(*why) if len(why) == 4 else BackingStoreError(why[0], why[1:])
     return PinnedRows(pinned, [places[first:stop] for first, stop in pairwise(bounds)])
 
 
-def far_memory(records: Shaped[Tensor, "n bytes"], present: Bool[Tensor, " n"]) -> Any:
+def memory_backing_store(records: Shaped[Tensor, "n bytes"], present: Bool[Tensor, " n"]) -> Any:
     """A far side in memory of the caller, who keeps it: records of rows, uint8, and which were ever written."""
-    return core().far_memory(records.numpy(), present.numpy())
+    return core().memory_backing_store(records.numpy(), present.numpy())

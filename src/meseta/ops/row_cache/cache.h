@@ -17,44 +17,44 @@
 #include <utility>
 #include <vector>
 
-#include "ops/directory/directory.h"
+#include "ops/slot_map/slot_map.h"
 #include "ops/eviction/policy.h"
-#include "ops/row_cache/far.h"
+#include "ops/row_cache/row_store.h"
 
 namespace meseta::row_cache {
 
-constexpr int64_t kMovedRows = 4096;  // that are written to the far side at once
+constexpr int64_t kWriteBackRows = 4096;  // that are written to the far side at once
 
 using row_file::Field;
 
 class RowCache;
 
 // What a batch looks up in a cache: ids of one feature, and where each lies when it is pinned.
-struct Segment {
+struct PinSegment {
   const int64_t* rows;
   int64_t* places;
   int64_t count;
 };
 
 // What a batch needs of a cache until it is over.
-struct Pinned {
+struct CachePins {
   std::shared_ptr<RowCache> cache;
-  std::vector<Segment> segments;
+  std::vector<PinSegment> segments;
   int64_t num_lookups = 0;
   std::vector<int64_t> slots;    // of each distinct row, those of `missing` last
   std::vector<int64_t> missing;  // rows that were not near
-  std::vector<int64_t> leaving_slots, leaving_rows;  // dirty ones that make room, where the cache cannot write them
+  std::vector<int64_t> evicted_slots, evicted_rows;  // dirty ones that make room, where the cache cannot write them
   std::unique_ptr<uint8_t[]> records;                // [missing, record_bytes]
   std::unique_ptr<bool[]> present;                   // [missing]
-  std::unique_ptr<Reading> reading;                  // or null: done
-  bool is_here = false;
+  std::unique_ptr<PendingLogRead> reading;                  // or null: done
+  bool is_complete = false;
 
   size_t num_found() const { return slots.size() - missing.size(); }
   const int64_t* missing_slots() const { return slots.data() + num_found(); }
 };
 
 struct CacheCounters {
-  int64_t num_lookups = 0, num_rows = 0, num_misses = 0, num_written = 0, num_read = 0;
+  int64_t num_lookups = 0, num_rows = 0, num_misses = 0, num_written_back = 0, num_read_only = 0;
 };
 
 class RowCache {
@@ -63,54 +63,54 @@ class RowCache {
 
   // `rows` [num_slots + num_to_read] is memory of whoever makes it, kEmpty in the first num_slots. Without `fields` the
   // caller moves values between records and slots.
-  RowCache(int64_t num_slots, int64_t num_to_read, EvictionPolicy policy, int64_t* rows, std::shared_ptr<FarSide> far,
+  RowCache(int64_t num_slots, int64_t num_to_read, EvictionPolicy policy, int64_t* rows, std::shared_ptr<RowStore> far,
            std::vector<Field> fields)
       : num_slots_(num_slots),
         policy_(std::move(policy)),
         rows_(rows),
-        far_(std::move(far)),
+        backing_store_(std::move(far)),
         fields_(std::move(fields)),
-        directory_(num_slots),
+        slot_map_(num_slots),
         marks_(size_t(num_slots)),
         dirty_(size_t(num_slots)),
-        next_to_read_(num_slots),
-        end_to_read_(num_slots + num_to_read) {}
+        next_read_only_slot_(num_slots),
+        end_read_only_slot_(num_slots + num_to_read) {}
 
   std::mutex mutex;  // of all below
   CacheCounters counters;
 
   int64_t num_slots() const { return num_slots_; }
   int64_t num_pinned() const { return num_pinned_; }
-  int64_t num_rows() const { return far_->num_rows(); }
+  int64_t num_rows() const { return backing_store_->num_rows(); }
   bool moves_values() const { return !fields_.empty(); }
-  FarSide& far() { return *far_; }
+  RowStore& far() { return *backing_store_; }
 
   void find(const int64_t* rows, int64_t count, int64_t* slots, int num_threads = 1) const {
-    directory_.find(rows, count, slots, num_threads);
+    slot_map_.find(rows, count, slots, num_threads);
   }
 
   // Pin the rows that are near, of segments whose places `find` has told; gather the others, whose places become -2, -3,
   // ... in the order of `missing`. False where there is no room for them.
-  bool begin(Pinned& pinned, bool to_read) {
+  bool begin(CachePins& pinned, bool to_read) {
     if (++round_ == 0) {
-      for (Mark& mark : marks_) mark.round = 0;
+      for (SlotState& mark : marks_) mark.round = 0;
       round_ = 1;
     }
     int64_t absent = 0;
-    for (const Segment& segment : pinned.segments) {
+    for (const PinSegment& segment : pinned.segments) {
       for (int64_t i = 0; i < segment.count; ++i) absent += segment.places[i] < 0;
       pinned.num_lookups += segment.count;
     }
     const size_t homes = std::bit_ceil(size_t(2 * absent + 1));
     uint32_t* const numbers = scratch<uint32_t, 7>(homes);  // of rows in `missing`, from 1
     std::fill_n(numbers, absent == 0 ? 0 : homes, 0u);
-    for (const Segment& segment : pinned.segments)
+    for (const PinSegment& segment : pinned.segments)
       for (int64_t i = 0; i < segment.count; ++i) {
-        const int64_t ahead = i + kAhead < segment.count ? segment.places[i + kAhead] : -1;
+        const int64_t ahead = i + kPrefetchDistance < segment.count ? segment.places[i + kPrefetchDistance] : -1;
         if (ahead >= 0) prefetch(&marks_[size_t(ahead)]);
         const int64_t slot = segment.places[i];
         if (slot >= 0) {
-          Mark& mark = marks_[size_t(slot)];
+          SlotState& mark = marks_[size_t(slot)];
           if (mark.round == round_) continue;
           mark.round = round_;
           num_pinned_ += mark.pins++ == 0;
@@ -126,12 +126,12 @@ class RowCache {
         }
         segment.places[i] = -1 - int64_t(numbers[at]);
       }
-    const int64_t room = to_read ? int64_t(read_before_.size()) + end_to_read_ - next_to_read_ : num_slots_ - num_pinned_;
+    const int64_t room = to_read ? int64_t(free_read_only_slots_.size()) + end_read_only_slot_ - next_read_only_slot_ : num_slots_ - num_pinned_;
     return int64_t(pinned.missing.size()) <= room;
   }
 
   // Undo `begin`.
-  void undo(Pinned& pinned) {
+  void undo(CachePins& pinned) {
     unpin(pinned.slots);
     pinned.slots.clear();
     pinned.missing.clear();
@@ -139,27 +139,27 @@ class RowCache {
 
   // Give slots to the missing rows, and begin to read them. Where rows that make room cannot be written nothing has
   // changed, and what was begun is undone.
-  Failure bring(Pinned& pinned, bool to_read) {
+  Failure bring(CachePins& pinned, bool to_read) {
     const size_t found = pinned.slots.size(), count = pinned.missing.size();
     if (count != 0) {
       pinned.slots.resize(found + count);
       int64_t* const slots = pinned.slots.data() + found;
       if (to_read) {
-        take_to_read(slots, count);
+        allocate_read_only_slots(slots, count);
       } else if (const Failure failure = take(pinned, slots, int64_t(count))) {
         pinned.slots.resize(found);
         undo(pinned);
         return failure;
       }
-      pinned.records.reset(new uint8_t[count * far_->record_bytes()]);
+      pinned.records.reset(new uint8_t[count * backing_store_->record_bytes()]);
       pinned.present.reset(new bool[count]);
-      pinned.reading = far_->read(pinned.missing.data(), int64_t(count), pinned.records.get(), pinned.present.get());
-      for (const Segment& segment : pinned.segments)
+      pinned.reading = backing_store_->read(pinned.missing.data(), int64_t(count), pinned.records.get(), pinned.present.get());
+      for (const PinSegment& segment : pinned.segments)
         for (int64_t i = 0; i < segment.count; ++i)
           if (segment.places[i] < 0) segment.places[i] = slots[-2 - segment.places[i]];
     }
     if (to_read) {
-      counters.num_read += int64_t(count);
+      counters.num_read_only += int64_t(count);
       return {};
     }
     int64_t* const rows = scratch<int64_t, 7>(pinned.slots.size());
@@ -172,25 +172,25 @@ class RowCache {
   }
 
   // Records first..last-1 of the missing rows have come: put those that were ever written into their slots.
-  void put(const Pinned& pinned, int64_t first, int64_t last) const {
+  void put(const CachePins& pinned, int64_t first, int64_t last) const {
     const int64_t* const slots = pinned.missing_slots();
     for (int64_t i = first; i < last; ++i) {
       if (!pinned.present[size_t(i)]) continue;
-      row_file::scatter(fields_, size_t(slots[i]), pinned.records.get() + size_t(i) * far_->record_bytes());
+      row_file::scatter(fields_, size_t(slots[i]), pinned.records.get() + size_t(i) * backing_store_->record_bytes());
     }
   }
 
   // The missing rows cannot be had: they are near no longer.
-  void forget_missing(Pinned& pinned) {
+  void drop_missing(CachePins& pinned) {
     const int64_t* const slots = pinned.missing_slots();
     const size_t count = pinned.missing.size();
     if (count == 0 || slots[0] >= num_slots_) return;
-    directory_.remove(pinned.missing.data(), int64_t(count), scratch<int64_t, 7>(count), 1);
+    slot_map_.remove(pinned.missing.data(), int64_t(count), scratch<int64_t, 7>(count), 1);
     for (size_t i = 0; i < count; ++i) rows_[slots[i]] = kEmpty;
   }
 
   // The batch is over, and may have changed its rows.
-  void release(Pinned& pinned, bool to_read) {
+  void release(CachePins& pinned, bool to_read) {
     if (!to_read)
       for (const int64_t slot : pinned.slots) dirty_[size_t(slot)] = uint8_t(rows_[slot] != kEmpty);
     unpin(pinned.slots);
@@ -209,9 +209,9 @@ class RowCache {
 
   // Write the rows in some slots to the far side, which has them then.
   Failure write_back(const int64_t* slots, int64_t count) {
-    const size_t bytes = far_->record_bytes();
-    for (int64_t first = 0; first < count; first += kMovedRows) {
-      const int64_t some = std::min(kMovedRows, count - first);
+    const size_t bytes = backing_store_->record_bytes();
+    for (int64_t first = 0; first < count; first += kWriteBackRows) {
+      const int64_t some = std::min(kWriteBackRows, count - first);
       uint8_t* const records = scratch<uint8_t, 7>(size_t(some) * bytes);
       int64_t* const rows = scratch<int64_t, 7>(size_t(some));
       for (int64_t i = 0; i < some; ++i) {
@@ -219,30 +219,30 @@ class RowCache {
         rows[i] = rows_[slot];
         row_file::gather(std::span<const Field>(fields_), size_t(slot), records + size_t(i) * bytes);
       }
-      if (const Failure failure = far_->write(rows, records, some)) return failure;
+      if (const Failure failure = backing_store_->write(rows, records, some)) return failure;
       clean(slots + first, some);
     }
     return {};
   }
   void clean(const int64_t* slots, int64_t count) {
     for (int64_t i = 0; i < count; ++i) dirty_[size_t(slots[i])] = 0;
-    counters.num_written += count;
+    counters.num_written_back += count;
   }
 
   size_t num_bytes() const {
-    return directory_.num_bytes() + policy_.num_bytes() + marks_.size() * sizeof(Mark) + dirty_.size() +
-           read_before_.capacity() * sizeof(int64_t);
+    return slot_map_.num_bytes() + policy_.num_bytes() + marks_.size() * sizeof(SlotState) + dirty_.size() +
+           free_read_only_slots_.capacity() * sizeof(int64_t);
   }
 
  private:
-  static constexpr int64_t kAhead = 16;
-  struct Mark {
+  static constexpr int64_t kPrefetchDistance = 16;
+  struct SlotState {
     uint32_t round = 0;  // last one that has asked for the row
     int32_t pins = 0;
   };
 
   // Slots for missing rows, out of those that nobody needs.
-  Failure take(Pinned& pinned, int64_t* slots, int64_t count) {
+  Failure take(CachePins& pinned, int64_t* slots, int64_t count) {
     policy_.choose(count, rows_, [this](int64_t slot) { return marks_[size_t(slot)].pins != 0; }, slots);
     std::vector<int64_t> leaving, dirty;
     for (int64_t i = 0; i < count; ++i) {
@@ -253,35 +253,35 @@ class RowCache {
     if (moves_values()) {
       if (const Failure failure = write_back(dirty.data(), int64_t(dirty.size()))) return failure;
     } else {
-      for (const int64_t slot : dirty) pinned.leaving_rows.push_back(rows_[slot]);
-      pinned.leaving_slots = std::move(dirty);
-      clean(pinned.leaving_slots.data(), int64_t(pinned.leaving_slots.size()));
+      for (const int64_t slot : dirty) pinned.evicted_rows.push_back(rows_[slot]);
+      pinned.evicted_slots = std::move(dirty);
+      clean(pinned.evicted_slots.data(), int64_t(pinned.evicted_slots.size()));
     }
-    directory_.remove(leaving.data(), int64_t(leaving.size()), scratch<int64_t, 7>(leaving.size()), 1);
+    slot_map_.remove(leaving.data(), int64_t(leaving.size()), scratch<int64_t, 7>(leaving.size()), 1);
     for (int64_t i = 0; i < count; ++i) {
       rows_[slots[i]] = pinned.missing[size_t(i)];
       marks_[size_t(slots[i])].pins = 1;
     }
     num_pinned_ += count;
-    directory_.insert(pinned.missing.data(), count, slots, 1);
+    slot_map_.insert(pinned.missing.data(), count, slots, 1);
     policy_.admit(slots, pinned.missing.data(), count);
     return {};
   }
 
-  void take_to_read(int64_t* slots, size_t count) {
+  void allocate_read_only_slots(int64_t* slots, size_t count) {
     for (size_t i = 0; i < count; ++i) {
-      if (read_before_.empty()) {
-        slots[i] = next_to_read_++;
+      if (free_read_only_slots_.empty()) {
+        slots[i] = next_read_only_slot_++;
       } else {
-        slots[i] = read_before_.back();
-        read_before_.pop_back();
+        slots[i] = free_read_only_slots_.back();
+        free_read_only_slots_.pop_back();
       }
     }
   }
 
   void unpin(const std::vector<int64_t>& slots) {
     for (const int64_t slot : slots) {
-      if (slot >= num_slots_) read_before_.push_back(slot);
+      if (slot >= num_slots_) free_read_only_slots_.push_back(slot);
       else num_pinned_ -= --marks_[size_t(slot)].pins == 0;
     }
   }
@@ -289,13 +289,13 @@ class RowCache {
   const int64_t num_slots_;
   EvictionPolicy policy_;
   int64_t* const rows_;
-  const std::shared_ptr<FarSide> far_;
+  const std::shared_ptr<RowStore> backing_store_;
   const std::vector<Field> fields_;
-  DirectoryOf<uint32_t> directory_;
-  std::vector<Mark> marks_;
+  TypedSlotMap<uint32_t> slot_map_;
+  std::vector<SlotState> marks_;
   std::vector<uint8_t> dirty_;
-  std::vector<int64_t> read_before_;  // slots that were read alone and are free again
-  int64_t next_to_read_, end_to_read_;
+  std::vector<int64_t> free_read_only_slots_;  // slots that were read alone and are free again
+  int64_t next_read_only_slot_, end_read_only_slot_;
   int64_t num_pinned_ = 0;
   uint32_t round_ = 0;
 };

@@ -19,7 +19,7 @@ namespace nb = nanobind;
 using namespace meseta;
 using namespace meseta::row_cache;
 using row_file::held;
-using row_file::hold;
+using row_file::to_capsule;
 
 namespace {
 
@@ -28,18 +28,18 @@ using Slots = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Records = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
-using Answer = std::vector<int64_t>;
+using FailureFields = std::vector<int64_t>;
 
-constexpr const char* kFar = "far side";
+constexpr const char* kBackingStore = "far side";
 constexpr const char* kCache = "row cache";
 constexpr const char* kPinned = "pinned rows";
 constexpr int64_t kPiece = 4096;    // ids that are worth another thread
 constexpr int64_t kPutRows = 1024;  // records likewise
 
 // What a batch has pinned, of all caches that it looks up.
-struct Batch {
-  std::vector<Pinned> pinned;
-  bool to_read = false;
+struct PinnedBatch {
+  std::vector<CachePins> pinned;
+  bool is_read_only = false;
 };
 
 Numbers array_of(std::vector<int64_t> numbers) {
@@ -48,69 +48,69 @@ Numbers array_of(std::vector<int64_t> numbers) {
   return Numbers(kept->data(), {kept->size()}, owner);
 }
 
-Answer answer(int64_t index, const Failure& f) { return {index, f.kind, f.code, f.row, f.place, f.writing}; }
+FailureFields failure_fields(int64_t index, const Failure& f) { return {index, f.kind, f.code, f.row, f.place, f.writing}; }
 
-nb::capsule far_file(nb::capsule log) {
-  return hold<FarSide>(std::make_shared<FileSide>(held<row_file::RowLog>(log, row_file::kLog)), kFar);
+nb::capsule file_backing_store(nb::capsule log) {
+  return to_capsule<RowStore>(std::make_shared<FileRowStore>(held<row_file::RowLog>(log, row_file::kLog)), kBackingStore);
 }
 
-nb::capsule far_memory(Records records, Present present) {
-  if (records.shape(0) != present.shape(0)) refuse("far_memory: records and marks differ in number");
-  return hold<FarSide>(std::make_shared<HostSide>(records.data(), present.data(), int64_t(records.shape(0)),
+nb::capsule memory_backing_store(Records records, Present is_written) {
+  if (records.shape(0) != is_written.shape(0)) throw_invalid_argument("far_memory: records and marks differ in number");
+  return to_capsule<RowStore>(std::make_shared<MemoryRowStore>(records.data(), is_written.data(), int64_t(records.shape(0)),
                                                   records.shape(1)),
-                       kFar);
+                       kBackingStore);
 }
 
-nb::capsule open_row_cache(Slots rows, int64_t num_slots, int64_t num_kept, const std::vector<int64_t>& half_lives,
-                      nb::capsule far, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& fields) {
-  const auto side = held<FarSide>(far, kFar);
-  if (num_slots < 1 || num_slots > int64_t(rows.shape(0)) || num_kept < 1 || half_lives.empty())
-    refuse("open_row_cache: ", num_slots, " slots of ", rows.shape(0), ", ", num_kept, " scores kept");
+nb::capsule open_row_cache(Slots rows, int64_t num_slots, int64_t num_ghosts, const std::vector<int64_t>& half_lives,
+                      nb::capsule backing_store, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& fields) {
+  const auto side = held<RowStore>(backing_store, kBackingStore);
+  if (num_slots < 1 || num_slots > int64_t(rows.shape(0)) || num_ghosts < 1 || half_lives.empty())
+    throw_invalid_argument("open_row_cache: ", num_slots, " slots of ", rows.shape(0), ", ", num_ghosts, " scores kept");
   std::vector<Field> moved;
   size_t at = 0;
   for (const auto& [near, bytes, rows_of] : fields) {
-    if (near == 0 || bytes < 1 || rows_of != int64_t(rows.shape(0))) refuse("open_row_cache: a value has not a row for each slot");
+    if (near == 0 || bytes < 1 || rows_of != int64_t(rows.shape(0))) throw_invalid_argument("open_row_cache: a value has not a row for each slot");
     moved.push_back({reinterpret_cast<uint8_t*>(near), size_t(bytes), at});
     at += size_t(bytes);
   }
   if (!moved.empty() && at != side->record_bytes())
-    refuse("open_row_cache: a row has ", at, " bytes near, and ", side->record_bytes(), " far");
-  EvictionPolicy policy(num_slots, num_kept, half_lives);
-  return hold(std::make_shared<RowCache>(num_slots, int64_t(rows.shape(0)) - num_slots, std::move(policy), rows.data(),
+    throw_invalid_argument("open_row_cache: a row has ", at, " bytes near, and ", side->record_bytes(), " far");
+  EvictionPolicy policy(num_slots, num_ghosts, half_lives);
+  return to_capsule(std::make_shared<RowCache>(num_slots, int64_t(rows.shape(0)) - num_slots, std::move(policy), rows.data(),
                                          side, std::move(moved)),
               kCache);
 }
 
 // Let go of all that a batch has begun, without the rows that were on their way.
-void abandon(Batch& batch) {
-  for (Pinned& one : batch.pinned) {
+void release_all(PinnedBatch& batch) {
+  for (CachePins& one : batch.pinned) {
     if (one.reading != nullptr) one.reading->wait();
-    one.cache->forget_missing(one);
-    one.cache->release(one, batch.to_read);
+    one.cache->drop_missing(one);
+    one.cache->release(one, batch.is_read_only);
   }
 }
 
 // Pins ids segment after segment, ids bounds[s]..bounds[s + 1] - 1 in caches[of[s]]. Returns the batch; or, where nothing
 // is pinned, why: cache, rows, missing ones, and rows that others need, where there is no room; or cache and failure.
-std::tuple<std::optional<nb::capsule>, Answer> pin_rows(const std::vector<nb::capsule>& caches, Rows rows,
+std::tuple<std::optional<nb::capsule>, FailureFields> pin_rows(const std::vector<nb::capsule>& caches, Rows rows,
                                                         const std::vector<int64_t>& bounds,
-                                                        const std::vector<int64_t>& of, Slots places, bool to_read,
+                                                        const std::vector<int64_t>& cache_indices, Slots slots, bool read_only,
                                                         int num_threads) {
-  if (bounds.size() != of.size() + 1 || places.shape(0) != rows.shape(0)) refuse("pin_rows: arrays differ in number");
+  if (bounds.size() != cache_indices.size() + 1 || slots.shape(0) != rows.shape(0)) throw_invalid_argument("pin_rows: arrays differ in number");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), int64_t(rows.shape(0)));
-  auto batch = std::make_shared<Batch>();
-  batch->to_read = to_read;
+  auto batch = std::make_shared<PinnedBatch>();
+  batch->is_read_only = read_only;
   batch->pinned.resize(caches.size());
   for (size_t c = 0; c < caches.size(); ++c) {
     batch->pinned[c].cache = held<RowCache>(caches[c], kCache);
     for (size_t other = 0; other < c; ++other)
-      if (batch->pinned[other].cache == batch->pinned[c].cache) refuse("pin_rows: cache ", c, " is given twice");
+      if (batch->pinned[other].cache == batch->pinned[c].cache) throw_invalid_argument("pin_rows: cache ", c, " is given twice");
   }
-  std::vector<std::pair<Segment, const RowCache*>> pieces;
-  for (size_t s = 0; s < of.size(); ++s) {
-    if (of[s] < 0 || of[s] >= int64_t(caches.size())) refuse("pin_rows: there is no cache ", of[s]);
-    Pinned& one = batch->pinned[size_t(of[s])];
-    const Segment segment{rows.data() + bounds[s], places.data() + bounds[s], bounds[s + 1] - bounds[s]};
+  std::vector<std::pair<PinSegment, const RowCache*>> pieces;
+  for (size_t s = 0; s < cache_indices.size(); ++s) {
+    if (cache_indices[s] < 0 || cache_indices[s] >= int64_t(caches.size())) throw_invalid_argument("pin_rows: there is no cache ", cache_indices[s]);
+    CachePins& one = batch->pinned[size_t(cache_indices[s])];
+    const PinSegment segment{rows.data() + bounds[s], slots.data() + bounds[s], bounds[s + 1] - bounds[s]};
     one.segments.push_back(segment);
     for (int64_t first = 0; first < segment.count; first += kPiece)
       pieces.push_back({{segment.rows + first, segment.places + first, std::min(kPiece, segment.count - first)},
@@ -118,63 +118,63 @@ std::tuple<std::optional<nb::capsule>, Answer> pin_rows(const std::vector<nb::ca
   }
   const nb::gil_scoped_release unlocked;
   std::vector<std::unique_lock<std::mutex>> locks;  // in the order of the caches, which is that of all callers
-  for (const Pinned& one : batch->pinned) locks.emplace_back(one.cache->mutex);
-  Mistake outside;
+  for (const CachePins& one : batch->pinned) locks.emplace_back(one.cache->mutex);
+  FirstError outside;
   parallel_tasks(num_threads, int64_t(pieces.size()), [&](int64_t p) {
     const auto& [piece, cache] = pieces[size_t(p)];
     for (int64_t i = 0; i < piece.count; ++i)
       if (piece.rows[i] < 0 || piece.rows[i] >= cache->num_rows()) outside.note(piece.rows + i - rows.data());
     cache->find(piece.rows, piece.count, piece.places);
   });
-  if (outside.at != Mistake::kNone) refuse("rows[", outside.at.load(), "] is ", rows.data()[outside.at], ", which there is not");
+  if (outside.at != FirstError::kNone) throw_invalid_argument("rows[", outside.at.load(), "] is ", rows.data()[outside.at], ", which there is not");
   const auto count = int64_t(batch->pinned.size());
   std::vector<uint8_t> fits(batch->pinned.size());
   parallel_tasks(num_threads, count, [&](int64_t c) {
-    Pinned& one = batch->pinned[size_t(c)];
-    fits[size_t(c)] = one.cache->begin(one, to_read);
+    CachePins& one = batch->pinned[size_t(c)];
+    fits[size_t(c)] = one.cache->begin(one, read_only);
   });
   for (size_t c = 0; c < fits.size(); ++c) {
     if (fits[c]) continue;
-    const Pinned& one = batch->pinned[c];
+    const CachePins& one = batch->pinned[c];
     const auto num_missing = int64_t(one.missing.size()), num_rows = num_missing + int64_t(one.slots.size());
-    const Answer why{int64_t(c), num_rows, num_missing, one.cache->num_pinned() - int64_t(one.slots.size())};
-    for (Pinned& other : batch->pinned) other.cache->undo(other);
+    const FailureFields why{int64_t(c), num_rows, num_missing, one.cache->num_pinned() - int64_t(one.slots.size())};
+    for (CachePins& other : batch->pinned) other.cache->undo(other);
     return {std::nullopt, why};
   }
   std::vector<Failure> failures(batch->pinned.size());
   parallel_tasks(num_threads, count, [&](int64_t c) {
-    Pinned& one = batch->pinned[size_t(c)];
-    failures[size_t(c)] = one.cache->bring(one, to_read);
+    CachePins& one = batch->pinned[size_t(c)];
+    failures[size_t(c)] = one.cache->bring(one, read_only);
     one.segments.clear();
   });
   for (size_t c = 0; c < failures.size(); ++c)
     if (failures[c]) {
-      abandon(*batch);
-      return {std::nullopt, answer(int64_t(c), failures[c])};
+      release_all(*batch);
+      return {std::nullopt, failure_fields(int64_t(c), failures[c])};
     }
   locks.clear();  // who has the interpreter may wait for one
   const nb::gil_scoped_acquire interpreter;
-  return {hold(std::move(batch), kPinned), Answer{}};
+  return {to_capsule(std::move(batch), kPinned), FailureFields{}};
 }
 
 // Waits for the rows of a batch, and puts them into their slots. Returns the first failure with its cache, or nothing;
 // and of each cache that has some: its number, and rows and slots of those that were never written.
-std::tuple<Answer, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_rows(nb::capsule pinned, int num_threads) {
-  const auto batch = held<Batch>(pinned, kPinned);
-  Answer failed;
+std::tuple<FailureFields, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_rows(nb::capsule pinned, int num_threads) {
+  const auto batch = held<PinnedBatch>(pinned, kPinned);
+  FailureFields failed;
   std::vector<std::vector<int64_t>> rows(batch->pinned.size()), slots(batch->pinned.size());
   {
     const nb::gil_scoped_release unlocked;
-    std::vector<std::tuple<const Pinned*, int64_t, int64_t>> pieces;
+    std::vector<std::tuple<const CachePins*, int64_t, int64_t>> pieces;
     for (size_t c = 0; c < batch->pinned.size(); ++c) {
-      Pinned& one = batch->pinned[c];
-      if (one.is_here || one.missing.empty()) continue;
+      CachePins& one = batch->pinned[c];
+      if (one.is_complete || one.missing.empty()) continue;
       const Failure failure = one.reading == nullptr ? Failure{} : one.reading->wait();
-      one.is_here = true;
+      one.is_complete = true;
       if (failure) {
         const std::lock_guard locked(one.cache->mutex);
-        one.cache->forget_missing(one);
-        if (failed.empty()) failed = answer(int64_t(c), failure);
+        one.cache->drop_missing(one);
+        if (failed.empty()) failed = failure_fields(int64_t(c), failure);
         continue;
       }
       if (!one.cache->moves_values()) continue;
@@ -190,8 +190,8 @@ std::tuple<Answer, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_
       const auto& [one, first, last] = pieces[size_t(p)];
       one->cache->put(*one, first, last);
     });
-    for (Pinned& one : batch->pinned) {
-      if (!one.is_here || !one.cache->moves_values()) continue;
+    for (CachePins& one : batch->pinned) {
+      if (!one.is_complete || !one.cache->moves_values()) continue;
       one.reading.reset();
       one.records.reset();
     }
@@ -202,39 +202,39 @@ std::tuple<Answer, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_
   return {std::move(failed), std::move(absent)};
 }
 
-const Pinned& of_batch(const Batch& batch, int64_t index) {
-  if (index < 0 || index >= int64_t(batch.pinned.size())) refuse("there is no cache ", index);
+const CachePins& pinned_at(const PinnedBatch& batch, int64_t index) {
+  if (index < 0 || index >= int64_t(batch.pinned.size())) throw_invalid_argument("there is no cache ", index);
   return batch.pinned[size_t(index)];
 }
 
 // Of a cache that moves no values: rows and slots of those that are to be written before others take their place, rows
 // and slots of those that come, their records, and which of them were ever written.
-nb::tuple moved_rows(nb::capsule pinned, int64_t index) {
-  const Pinned& one = of_batch(*held<Batch>(pinned, kPinned), index);
+nb::tuple cache_moves(nb::capsule pinned, int64_t index) {
+  const CachePins& one = pinned_at(*held<PinnedBatch>(pinned, kPinned), index);
   const size_t count = one.missing.size(), bytes = one.cache->far().record_bytes();
   const nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> records(one.records.get(), {count, bytes}, pinned);
   const nb::ndarray<nb::numpy, bool, nb::ndim<1>> present(one.present.get(), {count}, pinned);
-  return nb::make_tuple(array_of(one.leaving_rows), array_of(one.leaving_slots), array_of(one.missing),
+  return nb::make_tuple(array_of(one.evicted_rows), array_of(one.evicted_slots), array_of(one.missing),
                         array_of({one.missing_slots(), one.missing_slots() + count}), records, present);
 }
 
 // Distinct rows that a batch has pinned in a cache, and how many of them were not near.
 std::tuple<int64_t, int64_t> num_pinned_rows(nb::capsule pinned, int64_t index) {
-  const Pinned& one = of_batch(*held<Batch>(pinned, kPinned), index);
+  const CachePins& one = pinned_at(*held<PinnedBatch>(pinned, kPinned), index);
   return {int64_t(one.slots.size()), int64_t(one.missing.size())};
 }
 
 void unpin_rows(nb::capsule pinned) {
-  const auto batch = held<Batch>(pinned, kPinned);
+  const auto batch = held<PinnedBatch>(pinned, kPinned);
   const nb::gil_scoped_release unlocked;
-  for (Pinned& one : batch->pinned) {
+  for (CachePins& one : batch->pinned) {
     const std::lock_guard locked(one.cache->mutex);
-    one.cache->release(one, batch->to_read);
+    one.cache->release(one, batch->is_read_only);
   }
 }
 
 void find_in_cache(nb::capsule cache, Rows rows, Slots slots, int num_threads) {
-  if (rows.shape(0) != slots.shape(0)) refuse("rows and slots differ in number");
+  if (rows.shape(0) != slots.shape(0)) throw_invalid_argument("rows and slots differ in number");
   const auto one = held<RowCache>(cache, kCache);
   const nb::gil_scoped_release unlocked;
   one->find(rows.data(), int64_t(rows.shape(0)), slots.data(), num_threads);
@@ -249,16 +249,16 @@ Numbers dirty_slots(nb::capsule cache) {
 void check_slots(const RowCache& cache, const Rows& slots) {
   for (size_t i = 0; i < slots.shape(0); ++i)
     if (slots.data()[i] < 0 || slots.data()[i] >= cache.num_slots())
-      refuse("slot ", slots.data()[i], " is outside 0..", cache.num_slots() - 1);
+      throw_invalid_argument("slot ", slots.data()[i], " is outside 0..", cache.num_slots() - 1);
 }
 
-Answer write_back(nb::capsule cache, Rows slots) {
+FailureFields write_back(nb::capsule cache, Rows slots) {
   const auto one = held<RowCache>(cache, kCache);
   check_slots(*one, slots);
   const nb::gil_scoped_release unlocked;
   const std::lock_guard locked(one->mutex);
-  if (!one->moves_values()) refuse("write_back: this cache moves no values");
-  return answer(0, one->write_back(slots.data(), int64_t(slots.shape(0))));
+  if (!one->moves_values()) throw_invalid_argument("write_back: this cache moves no values");
+  return failure_fields(0, one->write_back(slots.data(), int64_t(slots.shape(0))));
 }
 
 void clean_slots(nb::capsule cache, Rows slots) {
@@ -268,24 +268,24 @@ void clean_slots(nb::capsule cache, Rows slots) {
   one->clean(slots.data(), int64_t(slots.shape(0)));
 }
 
-Answer cache_numbers(nb::capsule cache) {
+FailureFields cache_numbers(nb::capsule cache) {
   const auto one = held<RowCache>(cache, kCache);
   const std::lock_guard locked(one->mutex);
   const CacheCounters& c = one->counters;
-  return {int64_t(one->num_bytes()), one->num_pinned(), c.num_lookups, c.num_rows, c.num_misses, c.num_written, c.num_read};
+  return {int64_t(one->num_bytes()), one->num_pinned(), c.num_lookups, c.num_rows, c.num_misses, c.num_written_back, c.num_read_only};
 }
 
 }  // namespace
 
 void bind_row_cache(nb::module_& m) {
-  m.def("far_file", &far_file, nb::arg("log"));
-  m.def("far_memory", &far_memory, nb::arg("records"), nb::arg("present"));
-  m.def("open_row_cache", &open_row_cache, nb::arg("rows"), nb::arg("num_slots"), nb::arg("num_kept"), nb::arg("half_lives"),
-        nb::arg("far"), nb::arg("fields"));
-  m.def("pin_rows", &pin_rows, nb::arg("caches"), nb::arg("rows"), nb::arg("bounds"), nb::arg("of"), nb::arg("places"),
-        nb::arg("to_read"), nb::arg("num_threads"));
+  m.def("file_backing_store", &file_backing_store, nb::arg("log"));
+  m.def("memory_backing_store", &memory_backing_store, nb::arg("records"), nb::arg("is_written"));
+  m.def("open_row_cache", &open_row_cache, nb::arg("rows"), nb::arg("num_slots"), nb::arg("num_ghosts"), nb::arg("half_lives"),
+        nb::arg("backing_store"), nb::arg("fields"));
+  m.def("pin_rows", &pin_rows, nb::arg("caches"), nb::arg("rows"), nb::arg("bounds"), nb::arg("cache_indices"), nb::arg("slots"),
+        nb::arg("read_only"), nb::arg("num_threads"));
   m.def("wait_for_rows", &wait_for_rows, nb::arg("pinned"), nb::arg("num_threads"));
-  m.def("moved_rows", &moved_rows, nb::arg("pinned"), nb::arg("index"));
+  m.def("cache_moves", &cache_moves, nb::arg("pinned"), nb::arg("index"));
   m.def("num_pinned_rows", &num_pinned_rows, nb::arg("pinned"), nb::arg("index"));
   m.def("unpin_rows", &unpin_rows, nb::arg("pinned"));
   m.def("find_in_cache", &find_in_cache, nb::arg("cache"), nb::arg("rows"), nb::arg("slots"), nb::arg("num_threads"));

@@ -10,14 +10,14 @@ from meseta.ops.eviction import EvictionPolicy
 from meseta.ops.row_cache import EMPTY
 
 
-class ReferenceCache:
+class ReferenceRowCache:
     """Which rows lie in which slots; it moves no values."""
 
     def __init__(self, num_slots: int, num_rows: int) -> None:
         self.rows = torch.full((num_slots,), EMPTY)
         self.slots: dict[int, int] = {}
         """Of each row that lies near."""
-        self.dirty: set[int] = set()
+        self.dirty_rows: set[int] = set()
         """Rows that the far side has older."""
         self._pins = torch.zeros(num_slots, dtype=torch.int32)
         self._policy = EvictionPolicy(num_slots, num_rows)
@@ -31,18 +31,22 @@ class ReferenceCache:
         pins = self._pins.clone()
         for row in found:
             pins[self.slots[row]] += 1
-        free = self._policy.choose(len(missing), self.rows, pins) if int((pins == 0).sum()) >= len(missing) else None
+        free = (
+            self._policy.choose_victims(len(missing), self.rows, pins)
+            if int((pins == 0).sum()) >= len(missing)
+            else None
+        )
         if free is None:
             return None
         leaving = [int(self.rows[slot]) for slot in free if self.rows[slot] != EMPTY]
-        written = [row for row in leaving if row in self.dirty]
+        written = [row for row in leaving if row in self.dirty_rows]
         for row in leaving:
             del self.slots[row]
         for row, slot in zip(missing, free.tolist(), strict=True):
             self.slots[row], self.rows[slot] = slot, row
             pins[slot] = 1
         self._pins = pins
-        self.dirty -= set(leaving)
+        self.dirty_rows -= set(leaving)
         if missing:
             self._policy.admit(free, torch.tensor(missing))
         rows = found + missing
@@ -54,4 +58,4 @@ class ReferenceCache:
         """Undo one `pin`."""
         for row in set(ids):
             self._pins[self.slots[row]] -= 1
-            self.dirty.add(row)
+            self.dirty_rows.add(row)

@@ -18,20 +18,29 @@ from torch import Tensor
 
 from meseta.errors import MesetaError
 from meseta.ops.core import core
-from meseta.ops.row_file.engine import DiskEngine, EngineFacts, engine_facts
+from meseta.ops.row_file.engine import DiskEngine, EngineInfo, probe_engine
 from meseta.ops.row_file.scratch_file import ScratchFile
-from meseta.spec.tiers import PART_BYTES, part_rows
+from meseta.spec.tiers import ROW_FILE_PART_BYTES, rows_per_part
 
-__all__ = ["DiskEngine", "EngineFacts", "FrozenRows", "RowFile", "RowFileCounters", "RowRead", "engine_facts"]
+__all__ = [
+    "DiskEngine",
+    "EngineInfo",
+    "PendingRowRead",
+    "RowFile",
+    "RowFileCounters",
+    "RowFileSnapshot",
+    "probe_engine",
+]
 
-SEGMENT_BYTES = 256 << 10
+MIN_SEGMENT_BYTES = 256 << 10
 """What is written at once, at least."""
 MAX_ROWS = 1 << 31
 """Of a file: an index entry has 4 bytes."""
 MAX_RECORD_BYTES = (256 << 10) - 2 * 4096
-_COUNTERS = (
-    "reads", "read_bytes", "rows_read", "rows_from_memory", "rows_absent", "writes", "written_bytes", "rows_written",
-    "rows_cleaned", "cleaned_bytes", "wait_ns",
+_COUNTER_NAMES = (
+    "num_reads", "read_bytes", "num_rows_read", "num_rows_from_memory", "num_rows_unwritten", "num_writes",
+    "written_bytes",
+    "num_rows_written", "num_rows_cleaned", "cleaned_bytes", "wait_ns",
 )  # fmt: skip
 _NONE, _SYSTEM, _SHORT, _CHECKSUM, _CLOSED = range(5)
 
@@ -40,21 +49,21 @@ _NONE, _SYSTEM, _SHORT, _CHECKSUM, _CLOSED = range(5)
 class RowFileCounters:
     """What a file has done so far."""
 
-    reads: int
+    num_reads: int
     """Requests to the disk; rows that lie together share one."""
     read_bytes: int
-    rows_read: int
+    num_rows_read: int
     """Rows that came from the disk."""
-    rows_from_memory: int
+    num_rows_from_memory: int
     """Rows that were read while they were on their way out."""
-    rows_absent: int
+    num_rows_unwritten: int
     """Rows that were asked for and had never been written."""
-    writes: int
+    num_writes: int
     """Requests, those of cleaning among them."""
     written_bytes: int
-    rows_written: int
+    num_rows_written: int
     """Rows that were pushed out."""
-    rows_cleaned: int
+    num_rows_cleaned: int
     """Rows that were moved to make room."""
     cleaned_bytes: int
     """Read for it."""
@@ -62,11 +71,11 @@ class RowFileCounters:
     """Seconds that reads were waited for."""
 
 
-class RowRead:
+class PendingRowRead:
     """A read on its way."""
 
     def __init__(self, file: RowFile, handle: object, present: Tensor) -> None:
-        self._file, self._handle, self._present = file, handle, present
+        self._file, self._handle, self._is_written = file, handle, present
 
     @property
     def is_done(self) -> bool:
@@ -78,8 +87,8 @@ class RowRead:
 
         Raises MesetaError where the disk failed; records are then not to be used.
         """
-        self._file.check(core().wait_rows(self._handle))
-        return self._present
+        self._file.raise_for_failure(core().wait_rows(self._handle))
+        return self._is_written
 
 
 class RowFile:
@@ -99,8 +108,8 @@ class RowFile:
         num_rows: int,
         record_bytes: int,
         owner: str | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
-        part_bytes: int = PART_BYTES,
+        segment_bytes: int = MIN_SEGMENT_BYTES,
+        part_bytes: int = ROW_FILE_PART_BYTES,
     ) -> None:
         """A new file. Messages name `owner`, such as "table 'user', rows 0..99". Raises MesetaError."""
         self.owner = owner or f"table {name!r}"
@@ -112,21 +121,21 @@ class RowFile:
                 f"{record_bytes:,}; cut its columns into shards"
             )
         self.num_rows, self.record_bytes, self.engine = num_rows, record_bytes, engine
-        self.part_rows = part_rows(record_bytes, part_bytes)
+        self.part_rows = rows_per_part(record_bytes, part_bytes)
         """Rows that lie together, from each multiple of it on, wherever they lie among each other."""
-        facts = engine.facts
-        self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.direct else 0)
+        facts = engine.info
+        self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.is_direct else 0)
         sizes = [record_bytes, facts.block_bytes, segment_bytes, self.part_rows]
         self._log = core().open_row_log(engine.handle, self._scratch.descriptor, num_rows, sizes, secrets.randbits(32))
         # Before the descriptor is closed, which another file may get, however the object ends.
-        self._end = weakref.finalize(self, _close, self._log, self._scratch, os.getpid())
+        self._finalizer = weakref.finalize(self, _close_log, self._log, self._scratch, os.getpid())
 
     @property
     def path(self) -> str:
         """Of the scratch file."""
         return str(self._scratch.path)
 
-    def read(self, rows: Tensor, out: Tensor) -> RowRead:
+    def read(self, rows: Tensor, out: Tensor) -> PendingRowRead:
         """Begin to read rows, int64 [n], into `out`, uint8 [n, record_bytes]; both on the CPU, and left alone until the
         read is waited for.
 
@@ -134,7 +143,7 @@ class RowFile:
         """
         present = torch.empty(len(rows), dtype=torch.bool)
         handle = self._call("read_rows", rows.numpy(), out.numpy(), present.numpy())
-        return RowRead(self, handle, present)
+        return PendingRowRead(self, handle, present)
 
     def write(self, rows: Tensor, *values: Tensor | NDArray[np.uint8]) -> None:
         """Put rows, int64 [n], with their values, uint8 [n, bytes] each, which are copied and side by side are their
@@ -144,35 +153,35 @@ class RowFile:
         from memory, and the next write or flush sends them again.
         """
         *failure, _ = self._call("write_rows", rows.numpy(), [np.asarray(value) for value in values])
-        self.check(failure)
+        self.raise_for_failure(failure)
 
     def flush(self) -> None:
         """Send everything to the disk, and wait for it. Raises MesetaError as `write`."""
-        self.check(self._call("flush_rows"))
+        self.raise_for_failure(self._call("flush_rows"))
 
-    def freeze(self) -> FrozenRows:
+    def snapshot(self) -> RowFileSnapshot:
         """The rows as they are now, whatever is written later."""
-        return FrozenRows(self, self._call("freeze_rows"))
+        return RowFileSnapshot(self, self._call("snapshot_rows"))
 
     @property
-    def num_present(self) -> int:
+    def num_written_rows(self) -> int:
         """Rows that were ever written."""
-        return int(self._numbers()[2])
+        return int(self._raw_counters()[2])
 
     @property
     def file_bytes(self) -> int:
         """What the file takes on the disk: 1.5 times the records of its rows at most, apart from six segments; more
         while rows are frozen."""
-        return int(self._numbers()[1])
+        return int(self._raw_counters()[1])
 
     def num_bytes(self) -> int:
         """Memory of the index, the marks of segments, and the buffers that are in use now."""
-        return int(self._numbers()[0])
+        return int(self._raw_counters()[0])
 
     @property
     def counters(self) -> RowFileCounters:
         """What it has done so far."""
-        counts = dict(zip(_COUNTERS, self._numbers()[3:], strict=True))
+        counts = dict(zip(_COUNTER_NAMES, self._raw_counters()[3:], strict=True))
         return RowFileCounters(wait_s=counts.pop("wait_ns") / 1e9, **counts)
 
     @property
@@ -183,9 +192,9 @@ class RowFile:
 
     def close(self) -> None:
         """Wait for what is in flight, and remove the file; a second call does nothing."""
-        self._end()
+        self._finalizer()
 
-    def check(self, failure: Sequence[int]) -> None:
+    def raise_for_failure(self, failure: Sequence[int]) -> None:
         """Raise MesetaError for a failure of the core."""
         if failure[0] != _NONE:
             raise self.explain(failure)
@@ -195,18 +204,18 @@ class RowFile:
         written."""
         kind, code, row, place, is_writing = failure
         at = f"{self.owner}: file {self.path!r}" + (f", byte {place:,}" if place >= 0 else "")
-        return MesetaError(f"{at}: {_reason(kind, code, row, bool(is_writing))}")
+        return MesetaError(f"{at}: {_describe_failure(kind, code, row, bool(is_writing))}")
 
     @property
     def handle(self) -> object:
         """What meseta.ops.row_cache takes."""
-        return core().far_file(self._log)
+        return core().file_backing_store(self._log)
 
-    def _numbers(self) -> list[int]:
+    def _raw_counters(self) -> list[int]:
         return core().row_log_numbers(self._log)
 
     def _call(self, function: str, *arguments: object) -> Any:
-        if not self._end.alive:
+        if not self._finalizer.alive:
             raise MesetaError(f"{self.owner}: its file {self.path!r} is closed")
         try:
             return getattr(core(), function)(self._log, *arguments)
@@ -214,13 +223,13 @@ class RowFile:
             raise MesetaError(f"{self.owner}: {error}") from None
 
 
-def _close(log: object, scratch: ScratchFile, process: int) -> None:
+def _close_log(log: object, scratch: ScratchFile, process: int) -> None:
     if os.getpid() == process:  # not a fork of it
         core().close_row_log(log)
         scratch.close()
 
 
-def _reason(kind: int, code: int, row: int, is_writing: bool) -> str:
+def _describe_failure(kind: int, code: int, row: int, is_writing: bool) -> str:
     again = "go on from the last checkpoint, with storage.dir on a disk that works"
     if kind == _CHECKSUM:
         return f"the checksum of row {row} is wrong: the disk, or another program, has changed it; {again}"
@@ -234,7 +243,7 @@ def _reason(kind: int, code: int, row: int, is_writing: bool) -> str:
     return f"it cannot be {done}: {os.strerror(code)}; {again}"
 
 
-class FrozenRows:
+class RowFileSnapshot:
     """The rows of a file as they were, for a save beside training. What it needs of the file stays until it is closed,
     so the file may grow meanwhile by what is written."""
 
@@ -242,7 +251,7 @@ class FrozenRows:
         self._file, self._handle = file, handle
         self.num_rows, self.record_bytes, self.part_rows = file.num_rows, file.record_bytes, file.part_rows
 
-    def read(self, rows: int | Tensor, *values: Tensor) -> RowRead:
+    def read(self, rows: int | Tensor, *values: Tensor) -> PendingRowRead:
         """Begin to read rows as `RowFile.read` does, into `values`, uint8 [n, bytes] each, which side by side are their
         records; reads of rows as they are go before.
 
@@ -254,10 +263,10 @@ class FrozenRows:
         first, listed = (rows, None) if isinstance(rows, int) else (0, rows.numpy())
         try:
             outs = [value.numpy() for value in values]
-            handle = core().read_frozen_rows(self._handle, first, listed, outs, present.numpy())
+            handle = core().read_snapshot_rows(self._handle, first, listed, outs, present.numpy())
         except ValueError as error:
             raise MesetaError(f"{self._file.owner}: {error}") from None
-        return RowRead(self._file, handle, present)
+        return PendingRowRead(self._file, handle, present)
 
     def close(self) -> None:
         """Let the file use its room again; a second call does nothing. Reads that are on their way end first."""

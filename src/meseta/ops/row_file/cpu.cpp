@@ -23,13 +23,13 @@ using Rows = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Records = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Answer = std::vector<int64_t>;
+using FailureFields = std::vector<int64_t>;
 
 constexpr const char* kEngine = "row engine";
 constexpr const char* kFrozen = "frozen rows";
 constexpr const char* kTicket = "row read";
 
-Answer answer(const Failure& f) { return {f.kind, f.code, f.row, f.place, f.writing}; }
+FailureFields failure_fields(const Failure& f) { return {f.kind, f.code, f.row, f.place, f.writing}; }
 
 // 0, or why the system makes no ring: its error; -1 where it has never heard of one.
 int io_uring_error() {
@@ -46,28 +46,28 @@ int io_uring_error() {
 }
 
 nb::capsule open_row_engine(bool io_uring, int depth, double max_reads_per_s) {
-  if (depth < 1 || depth > 1024 || !(max_reads_per_s >= 0)) refuse("open_row_engine: depth is not in 1..1024");
+  if (depth < 1 || depth > 1024 || !(max_reads_per_s >= 0)) throw_invalid_argument("open_row_engine: depth is not in 1..1024");
   std::shared_ptr<Engine> engine;
   if (io_uring) {
 #if defined(MESETA_IO_URING)
     engine = std::make_shared<RingEngine>(depth, max_reads_per_s);
 #else
-    refuse("open_row_engine: this core was built without io_uring");
+    throw_invalid_argument("open_row_engine: this core was built without io_uring");
 #endif
   } else {
     engine = std::make_shared<ThreadEngine>(depth, max_reads_per_s);
   }
-  return hold(std::move(engine), kEngine);
+  return to_capsule(std::move(engine), kEngine);
 }
 
 nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::vector<int64_t> sizes, uint32_t salt) {
-  if (sizes.size() != 4) refuse("open_row_log: sizes are those of a record, a block and a segment, and rows of a part");
+  if (sizes.size() != 4) throw_invalid_argument("open_row_log: sizes are those of a record, a block and a segment, and rows of a part");
   const auto [record, block, segment, part] = std::array{sizes[0], sizes[1], sizes[2], sizes[3]};
   if (rows < 0 || rows > int64_t{1} << 31 || record < 1 || block < 512 || block > 4096 || (block & (block - 1)) != 0 ||
       segment < 0 || segment > int64_t{1} << 30 || part < 1 || record + 2 * block > int64_t(kLargeBytes))
-    refuse("open_row_log: ", rows, " rows of ", record, " bytes, blocks of ", block, ", are out of range");
+    throw_invalid_argument("open_row_log: ", rows, " rows of ", record, " bytes, blocks of ", block, ", are out of range");
   const Layout layout = Layout::of(size_t(record), size_t(block), size_t(segment));
-  return hold(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt, part), kLog);
+  return to_capsule(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt, part), kLog);
 }
 
 // Values of `count` rows, [count, bytes] each, which side by side are their records.
@@ -76,44 +76,44 @@ std::vector<FieldOf<Byte>> fields_of(const RowLog& log, const std::vector<Array>
   std::vector<FieldOf<Byte>> fields;
   size_t at = 0;
   for (const Array& value : values) {
-    if (int64_t(value.shape(0)) != count) refuse("there are ", count, " rows, and values of ", value.shape(0));
+    if (int64_t(value.shape(0)) != count) throw_invalid_argument("there are ", count, " rows, and values of ", value.shape(0));
     fields.push_back({value.data(), value.shape(1), at});
     at += value.shape(1);
   }
   if (at != log.layout().record_bytes)
-    refuse("values of a row have ", at, " bytes; its record has ", log.layout().record_bytes);
+    throw_invalid_argument("values of a row have ", at, " bytes; its record has ", log.layout().record_bytes);
   return fields;
 }
 
 void check(const RowLog& log, Rows rows) {
   for (size_t i = 0; i < rows.shape(0); ++i)
     if (rows.data()[i] < 0 || rows.data()[i] >= log.num_rows())
-      refuse("rows[", i, "] is ", rows.data()[i], "; the file has rows 0..", log.num_rows() - 1);
+      throw_invalid_argument("rows[", i, "] is ", rows.data()[i], "; the file has rows 0..", log.num_rows() - 1);
 }
 
-Answer write_rows(nb::capsule log, Rows rows, const std::vector<Records>& values) {
+FailureFields write_rows(nb::capsule log, Rows rows, const std::vector<Records>& values) {
   const auto file = held<RowLog>(log, kLog);
   nb::gil_scoped_release unlocked;
   const auto count = int64_t(rows.shape(0));
   const auto fields = fields_of<const uint8_t>(*file, values, count);
   check(*file, rows);
   int64_t taken;
-  Answer result = answer(file->write(rows.data(), fields, count, taken));
+  FailureFields result = failure_fields(file->write(rows.data(), fields, count, taken));
   result.push_back(taken);
   return result;
 }
 
 // A read, with the arrays that it writes to.
-struct HeldReading {
-  Reading reading;
+struct ReadHandle {
+  PendingLogRead reading;
   Rows rows;
   std::vector<Out> values;
   Present present;
 };
 
-nb::capsule hold_reading(HeldReading* reading) {
+nb::capsule hold_reading(ReadHandle* reading) {
   return nb::capsule(new std::pair(reading, getpid()), kTicket, [](void* memory) noexcept {
-    auto* held = static_cast<std::pair<HeldReading*, pid_t>*>(memory);
+    auto* held = static_cast<std::pair<ReadHandle*, pid_t>*>(memory);
     if (held->second != getpid()) return;
     {
       nb::gil_scoped_release unlocked;
@@ -124,64 +124,64 @@ nb::capsule hold_reading(HeldReading* reading) {
   });
 }
 
-Reading& reading_of(const nb::capsule& capsule) {
-  if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) refuse("this is no ", kTicket);
-  auto* held = static_cast<std::pair<HeldReading*, pid_t>*>(capsule.data());
-  if (held->second != getpid()) refuse("the ", kTicket, " belongs to the process that has forked this one");
+PendingLogRead& reading_of(const nb::capsule& capsule) {
+  if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) throw_invalid_argument("this is no ", kTicket);
+  auto* held = static_cast<std::pair<ReadHandle*, pid_t>*>(capsule.data());
+  if (held->second != getpid()) throw_invalid_argument("the ", kTicket, " belongs to the process that has forked this one");
   return held->first->reading;
 }
 
-nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present present) {
+nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present is_written) {
   const auto file = held<RowLog>(log, kLog);
   auto fields = fields_of<uint8_t>(*file, std::vector{out}, int64_t(rows.shape(0)));
   check(*file, rows);
-  if (present.shape(0) != rows.shape(0)) refuse("present has ", present.shape(0), " entries for ", rows.shape(0), " rows");
-  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(file), rows, {out}, present});
+  if (is_written.shape(0) != rows.shape(0)) throw_invalid_argument("present has ", is_written.shape(0), " entries for ", rows.shape(0), " rows");
+  auto held_reading = std::unique_ptr<ReadHandle>(new ReadHandle{PendingLogRead(file), rows, {out}, is_written});
   held_reading->reading.ticket.rows = rows.data();
   held_reading->reading.ticket.count = int64_t(rows.shape(0));
-  held_reading->reading.start(std::move(fields), present.data());
+  held_reading->reading.start(std::move(fields), is_written.data());
   return hold_reading(held_reading.release());
 }
 
 // Rows first, first + 1, ..., or those that are listed, ascending.
-nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, std::optional<Rows> listed,
-                             const std::vector<Out>& values, Present present) {
-  const auto rows = held<Frozen>(frozen, kFrozen);
-  const auto count = int64_t(present.shape(0));
+nb::capsule read_snapshot_rows(nb::capsule snapshot, int64_t first, std::optional<Rows> listed,
+                             const std::vector<Out>& values, Present is_written) {
+  const auto rows = held<RowLogSnapshot>(snapshot, kFrozen);
+  const auto count = int64_t(is_written.shape(0));
   if (listed) {
     check(*rows->log, *listed);
-    if (int64_t(listed->shape(0)) != count) refuse("present has ", count, " entries for ", listed->shape(0), " rows");
+    if (int64_t(listed->shape(0)) != count) throw_invalid_argument("present has ", count, " entries for ", listed->shape(0), " rows");
   } else if (first < 0 || count > rows->log->num_rows() - first) {
-    refuse("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " frozen rows");
+    throw_invalid_argument("rows ", first, "..", first + count - 1, " are not among the ", rows->log->num_rows(), " frozen rows");
   }
   auto fields = fields_of<uint8_t>(*rows->log, values, count);
-  auto held_reading = std::unique_ptr<HeldReading>(
-      new HeldReading{Reading(rows->log), listed.value_or(Rows()), values, present});
+  auto held_reading = std::unique_ptr<ReadHandle>(
+      new ReadHandle{PendingLogRead(rows->log), listed.value_or(Rows()), values, is_written});
   held_reading->reading.ticket.frozen = rows;
   if (listed) held_reading->reading.ticket.rows = listed->data();
   held_reading->reading.ticket.first = first;
   held_reading->reading.ticket.count = count;
   {
     nb::gil_scoped_release unlocked;
-    held_reading->reading.start(std::move(fields), present.data());
+    held_reading->reading.start(std::move(fields), is_written.data());
   }
   return hold_reading(held_reading.release());
 }
 
-Answer wait_rows(nb::capsule reading) {
-  Reading& one = reading_of(reading);
+FailureFields wait_rows(nb::capsule reading) {
+  PendingLogRead& one = reading_of(reading);
   nb::gil_scoped_release unlocked;
-  return answer(one.wait());
+  return failure_fields(one.wait());
 }
 
 bool rows_are_read(nb::capsule reading) { return reading_of(reading).ticket.done(); }
 
-nb::capsule freeze_rows(nb::capsule log) { return hold(held<RowLog>(log, kLog)->freeze(), kFrozen); }
+nb::capsule snapshot_rows(nb::capsule log) { return to_capsule(held<RowLog>(log, kLog)->freeze(), kFrozen); }
 
-Answer flush_rows(nb::capsule log) {
+FailureFields flush_rows(nb::capsule log) {
   const auto file = held<RowLog>(log, kLog);
   nb::gil_scoped_release unlocked;
-  return answer(file->flush());
+  return failure_fields(file->flush());
 }
 
 void close_row_log(nb::capsule log) {
@@ -193,14 +193,14 @@ void close_row_log(nb::capsule log) {
 std::vector<int64_t> row_log_numbers(nb::capsule log) {
   const auto file = held<RowLog>(log, kLog);
   const auto sizes = file->sizes();
-  const Counters& c = file->counters;
+  const RowLogCounters& c = file->counters;
   return {sizes.memory_bytes, sizes.file_bytes, sizes.rows, c.reads,        c.read_bytes,   c.rows_read,
-          c.rows_from_memory, c.rows_absent,    c.writes,   c.written_bytes, c.rows_written, c.rows_cleaned,
+          c.rows_from_memory, c.rows_unwritten,    c.writes,   c.written_bytes, c.rows_written, c.rows_cleaned,
           c.cleaned_bytes,    c.wait_ns};
 }
 
 std::vector<int64_t> row_engine_latencies(nb::capsule engine) {
-  const Latencies latencies = held<Engine>(engine, kEngine)->latencies();
+  const LatencyHistogram latencies = held<Engine>(engine, kEngine)->latencies();
   return {latencies.counts.begin(), latencies.counts.end()};
 }
 
@@ -234,12 +234,12 @@ void bind_row_file(nb::module_& m) {
   m.def("open_row_log", &open_row_log, nb::arg("engine"), nb::arg("descriptor"), nb::arg("rows"), nb::arg("sizes"),
         nb::arg("salt"));
   m.def("write_rows", &write_rows, nb::arg("log"), nb::arg("rows"), nb::arg("values"));
-  m.def("read_rows", &read_rows, nb::arg("log"), nb::arg("rows"), nb::arg("out"), nb::arg("present"));
-  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("listed").none(),
-        nb::arg("values"), nb::arg("present"));
+  m.def("read_rows", &read_rows, nb::arg("log"), nb::arg("rows"), nb::arg("out"), nb::arg("is_written"));
+  m.def("read_snapshot_rows", &read_snapshot_rows, nb::arg("snapshot"), nb::arg("first"), nb::arg("listed").none(),
+        nb::arg("values"), nb::arg("is_written"));
   m.def("wait_rows", &wait_rows, nb::arg("reading"));
   m.def("rows_are_read", &rows_are_read, nb::arg("reading"));
-  m.def("freeze_rows", &freeze_rows, nb::arg("log"));
+  m.def("snapshot_rows", &snapshot_rows, nb::arg("log"));
   m.def("flush_rows", &flush_rows, nb::arg("log"));
   m.def("close_row_log", &close_row_log, nb::arg("log"));
   m.def("row_log_numbers", &row_log_numbers, nb::arg("log"));

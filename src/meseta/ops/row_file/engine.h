@@ -21,9 +21,9 @@ namespace meseta::row_file {
 
 constexpr int64_t kPieceRows = 1024;    // planned at once
 constexpr int kLargeBuffers = 12;       // rows that lie together are read by so many requests at a time
-constexpr int kWritesAlone = 8;         // at a time, while no row is waited for
-constexpr int kWritesAtOnce = 3;        // else: more would only lengthen what reads wait
-constexpr int kScanTurn = 8;            // each so many-th read is a scan's, while both wait
+constexpr int kMaxWritesWhenIdle = 8;         // at a time, while no row is waited for
+constexpr int kMaxWritesUnderReads = 3;        // else: more would only lengthen what reads wait
+constexpr int kReadsPerScan = 8;            // each so many-th read is a scan's, while both wait
 constexpr double kBurstSeconds = 1e-3;  // of reads under a limit
 constexpr size_t kSectorBytes = 512;
 
@@ -40,7 +40,7 @@ inline Buffer make_buffer(size_t bytes) {
 
 // Signals are the interpreter's.
 template <typename Body>
-std::thread quiet_thread(Body&& body) {
+std::thread signal_free_thread(Body&& body) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -50,7 +50,7 @@ std::thread quiet_thread(Body&& body) {
 }
 
 // Counts by length of time: eight steps for each power of two of nanoseconds.
-struct Latencies {
+struct LatencyHistogram {
   static constexpr int kSteps = 8;
   std::array<int64_t, 40 * kSteps> counts{};
 
@@ -74,10 +74,10 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  void submit(Ticket& ticket) {
+  void submit(ReadTicket& ticket) {
     const int64_t pieces = (ticket.count + kPieceRows - 1) / kPieceRows;
     ticket.open = std::max<int64_t>(pieces, 1);
-    if (pieces == 0) return ticket.end_one();
+    if (pieces == 0) return ticket.finish_one();
     const std::lock_guard lock(mutex_);
     reads_.tickets.push_back(&ticket);
     wake();
@@ -98,24 +98,24 @@ class Engine {
   }
 
   // Called with the client's lock held. Space is made in the background.
-  void ask_cleaning(Client& client) {
+  void request_cleaning(EngineClient& client) {
     const std::lock_guard lock(mutex_);
-    if (client_cleaned_ == &client) again_ = true;
+    if (client_cleaned_ == &client) clean_again_ = true;
     if (stopping_ || client_cleaned_ == &client) return;
-    if (std::find(unclean_.begin(), unclean_.end(), &client) != unclean_.end()) return;
-    unclean_.push_back(&client);
-    if (!cleaner_.joinable()) cleaner_ = quiet_thread([this] { clean(); });
+    if (std::find(cleaning_queue_.begin(), cleaning_queue_.end(), &client) != cleaning_queue_.end()) return;
+    cleaning_queue_.push_back(&client);
+    if (!cleaner_.joinable()) cleaner_ = signal_free_thread([this] { clean(); });
     cleaning_.notify_all();
   }
 
   // A client that goes: from now on the cleaner leaves it alone.
-  void leave(Client& client) {
+  void leave(EngineClient& client) {
     std::unique_lock lock(mutex_);
     cleaning_.wait(lock, [&] { return client_cleaned_ != &client; });
-    std::erase(unclean_, &client);
+    std::erase(cleaning_queue_, &client);
   }
 
-  Latencies latencies() {
+  LatencyHistogram latencies() {
     const std::lock_guard lock(mutex_);
     return latencies_;
   }
@@ -143,13 +143,13 @@ class Engine {
     when = Clock::time_point::max();
     for (;;) {
       const bool reads_wait = !reads_.requests.empty() || !reads_.tickets.empty();
-      if (!writes_.empty() && writing_ < (reads_wait ? kWritesAtOnce : kWritesAlone)) {
+      if (!writes_.empty() && writing_ < (reads_wait ? kMaxWritesUnderReads : kMaxWritesWhenIdle)) {
         request = writes_.front();
         writes_.pop_front();
         ++writing_;
         return true;
       }
-      const bool scans_turn = turn_ % kScanTurn == kScanTurn - 1;
+      const bool scans_turn = turn_ % kReadsPerScan == kReadsPerScan - 1;
       Queue* queues[] = {scans_turn ? &scans_ : &reads_, scans_turn ? &reads_ : &scans_};
       bool planned = false;
       for (Queue* queue : queues) {
@@ -165,7 +165,7 @@ class Engine {
   }
 
   // What the system has answered: bytes, or an error less than 0. Whether the transfer is to be asked for again.
-  bool goes_on(Request& request, int64_t result, Failure& failure) {
+  bool should_continue(Request& request, int64_t result, Failure& failure) {
     if (result == -EINTR || result == -EAGAIN) return true;
     failure = Failure{};
     failure.place = int64_t(request.place);
@@ -183,7 +183,7 @@ class Engine {
   }
 
   void end(Request& request, const Failure& failure, Clock::time_point now) {
-    Client& client = *request.client;
+    EngineClient& client = *request.client;
     if (request.kind == Request::Kind::write) {
       {
         const std::lock_guard lock(mutex_);
@@ -193,7 +193,7 @@ class Engine {
       client.end_write(request, failure);
       return;
     }
-    Ticket& ticket = *request.ticket;
+    ReadTicket& ticket = *request.ticket;
     client.end_read(request, failure);
     {
       const std::lock_guard lock(mutex_);
@@ -201,7 +201,7 @@ class Engine {
       latencies_.add(std::chrono::duration_cast<std::chrono::nanoseconds>(now - request.begun).count());
       if (!request.small) wake();
     }
-    ticket.end_one();  // the last word: whoever waited may take everything away
+    ticket.finish_one();  // the last word: whoever waited may take everything away
   }
 
   // Derived classes end their own threads first.
@@ -220,14 +220,14 @@ class Engine {
 
  private:
   struct Queue {
-    std::deque<Ticket*> tickets;
+    std::deque<ReadTicket*> tickets;
     std::deque<Request> requests;
   };
 
   // Finds out what is to be read for one more piece of the first ticket; whether there was one.
   bool plan(std::unique_lock<std::mutex>& lock, Queue& queue) {
     if (queue.tickets.empty()) return false;
-    Ticket& ticket = *queue.tickets.front();
+    ReadTicket& ticket = *queue.tickets.front();
     const int64_t begin = ticket.claimed;
     const int64_t end = ticket.claimed = std::min(begin + kPieceRows, ticket.count);
     if (end == ticket.count) queue.tickets.pop_front();
@@ -239,7 +239,7 @@ class Engine {
     for (const Request& request : requests) queue.requests.push_back(request);
     if (requests.size() > 1) wake();
     lock.unlock();
-    ticket.end_one();  // the piece itself
+    ticket.finish_one();  // the piece itself
     lock.lock();
     return true;
   }
@@ -274,12 +274,12 @@ class Engine {
     Buffer buffer;
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-      if (unclean_.empty()) {
+      if (cleaning_queue_.empty()) {
         cleaning_.wait(lock);
         continue;
       }
-      Client* client = client_cleaned_ = unclean_.front();
-      unclean_.pop_front();
+      EngineClient* client = client_cleaned_ = cleaning_queue_.front();
+      cleaning_queue_.pop_front();
       lock.unlock();
       const size_t bytes = client->segment_bytes();
       if (bytes > cleaner_bytes_) buffer = make_buffer(bytes);
@@ -287,8 +287,8 @@ class Engine {
       lock.lock();
       cleaner_bytes_ = std::max(bytes, cleaner_bytes_);
       client_cleaned_ = nullptr;
-      if (more || again_) unclean_.push_back(client);
-      again_ = false;
+      if (more || clean_again_) cleaning_queue_.push_back(client);
+      clean_again_ = false;
       cleaning_.notify_all();
     }
   }
@@ -302,13 +302,13 @@ class Engine {
   std::vector<uint8_t*> free_small_, free_large_;
   Queue reads_, scans_;
   std::deque<Request> writes_;
-  Latencies latencies_;
+  LatencyHistogram latencies_;
   std::thread cleaner_;
   size_t cleaner_bytes_ = 0;
   std::condition_variable cleaning_;
-  std::deque<Client*> unclean_;
-  Client* client_cleaned_ = nullptr;
-  bool again_ = false;  // it has asked meanwhile
+  std::deque<EngineClient*> cleaning_queue_;
+  EngineClient* client_cleaned_ = nullptr;
+  bool clean_again_ = false;  // it has asked meanwhile
 };
 
 }  // namespace meseta::row_file

@@ -12,32 +12,32 @@ from typing import Any, get_args
 
 import numpy as np
 
-from meseta.errors import MesetaError, check_choice, one_line
-from meseta.machine.files import direct_block_bytes
+from meseta.errors import MesetaError, check_choice, error_summary
+from meseta.machine.files import direct_io_block_bytes
 from meseta.ops.core import core
 from meseta.ops.row_file.scratch_file import remove_leftovers
 from meseta.spec.tiers import EngineName
 
 ENGINES = get_args(EngineName)
 AUTO, IO_URING, THREADS = ENGINES
-DEPTHS = {IO_URING: 256, THREADS: 32}
+QUEUE_DEPTHS = {IO_URING: 256, THREADS: 32}
 """Reads in flight at most, 8 KB of memory each: with many at once the system is called less often for each."""
-_STEPS, _FIRST_POWER = 8, 3
+_STEPS, _MIN_POWER = 8, 3
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """How files of a folder are read, and why not better."""
 
     engine: str
     """'io_uring' or 'threads'."""
-    direct: bool
+    is_direct: bool
     """Whether the system's page cache is passed by."""
     block_bytes: int
     """The least that is read."""
-    why_threads: str | None = None
+    io_uring_unavailable_reason: str | None = None
     """Why not by io_uring."""
-    why_buffered: str | None = None
+    direct_unavailable_reason: str | None = None
     """Why not directly."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,15 +45,15 @@ class EngineFacts:
         return asdict(self)
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """One line for people."""
-        how = self.engine + (f" ({self.why_threads})" if self.why_threads else "")
-        if self.direct:
+        how = self.engine + (f" ({self.io_uring_unavailable_reason})" if self.io_uring_unavailable_reason else "")
+        if self.is_direct:
             return f"{how}, direct, blocks of {self.block_bytes:,} bytes"
-        return f"{how}, through the page cache ({self.why_buffered})"
+        return f"{how}, through the page cache ({self.direct_unavailable_reason})"
 
 
-def why_no_io_uring() -> str | None:
+def io_uring_unavailable_reason() -> str | None:
     """Why the system makes no ring; None where it does."""
     error = core().io_uring_error()
     if error == 0:
@@ -69,27 +69,28 @@ def why_no_io_uring() -> str | None:
     return reasons.get(error, f"io_uring cannot be set up: {os.strerror(error)}")
 
 
-def engine_facts(folder: Path, engine: str = AUTO) -> EngineFacts:
+def probe_engine(folder: Path, engine: str = AUTO) -> EngineInfo:
     """How files of rows in a folder would be read; a file without a name is written for it.
 
     Raises MesetaError where the folder cannot be written, and for `io_uring` where there is none.
     """
     check_choice("storage", "engine", engine, ENGINES)
-    why_threads = "as it was asked for" if engine == THREADS else why_no_io_uring()
+    why_threads = "as it was asked for" if engine == THREADS else io_uring_unavailable_reason()
     if engine == IO_URING and why_threads is not None:
         raise MesetaError(f"storage: engine 'io_uring' is not to be had: {why_threads}; set storage.engine to auto")
     try:
-        block_bytes, why_buffered = direct_block_bytes(folder)
+        block_bytes, why_buffered = direct_io_block_bytes(folder)
     except OSError as error:
         raise MesetaError(
-            f"storage: {str(folder)!r} cannot be written ({one_line(error)}); set storage.dir to a folder on a disk"
+            f"storage: {str(folder)!r} cannot be written ({error_summary(error)}); set storage.dir to a folder on a "
+            f"disk"
         ) from None
-    return EngineFacts(
+    return EngineInfo(
         engine=IO_URING if why_threads is None else THREADS,
-        direct=why_buffered is None,
+        is_direct=why_buffered is None,
         block_bytes=block_bytes,
-        why_threads=why_threads,
-        why_buffered=why_buffered,
+        io_uring_unavailable_reason=why_threads,
+        direct_unavailable_reason=why_buffered,
     )
 
 
@@ -102,25 +103,27 @@ class DiskEngine:
         engine: str = AUTO,
         *,
         max_reads_per_s: float | None = None,
-        depth: int | None = None,
+        queue_depth: int | None = None,
     ) -> None:
         """Make the folder where there is none, and remove what killed processes have left in it.
 
-        `max_reads_per_s` limits the reads of all files together, `depth` those in flight. Raises MesetaError as
-        `engine_facts`.
+        `max_reads_per_s` limits the reads of all files together, `queue_depth` those in flight. Raises MesetaError as
+        `probe_engine`.
         """
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise MesetaError(f"storage: {str(folder)!r} cannot be made ({one_line(error)}); set storage.dir") from None
-        self.removed = remove_leftovers(self.folder)
+            raise MesetaError(
+                f"storage: {str(folder)!r} cannot be made ({error_summary(error)}); set storage.dir"
+            ) from None
+        self.removed_files = remove_leftovers(self.folder)
         """Files that killed processes had left."""
-        self.facts = engine_facts(self.folder, engine)
-        self._max_reads_per_s = _checked_limit(max_reads_per_s)
-        self.depth = depth or DEPTHS[self.facts.engine]
-        is_ring = self.facts.engine == IO_URING
-        self.handle = core().open_row_engine(is_ring, self.depth, self._max_reads_per_s)
+        self.info = probe_engine(self.folder, engine)
+        self._max_reads_per_s = _check_limit(max_reads_per_s)
+        self.queue_depth = queue_depth or QUEUE_DEPTHS[self.info.engine]
+        is_ring = self.info.engine == IO_URING
+        self.handle = core().open_row_engine(is_ring, self.queue_depth, self._max_reads_per_s)
 
     @property
     def max_reads_per_s(self) -> float | None:
@@ -129,34 +132,34 @@ class DiskEngine:
 
     @max_reads_per_s.setter
     def max_reads_per_s(self, limit: float | None) -> None:
-        self._max_reads_per_s = _checked_limit(limit)
+        self._max_reads_per_s = _check_limit(limit)
         core().limit_row_engine(self.handle, self._max_reads_per_s)
 
     def num_bytes(self) -> int:
         """Memory of its buffers; files have their own."""
         return int(core().row_engine_bytes(self.handle))
 
-    def latencies(self) -> Latencies:
+    def latencies(self) -> LatencyHistogram:
         """What reads took, since the engine was made."""
-        return Latencies(np.array(core().row_engine_latencies(self.handle), np.int64))
+        return LatencyHistogram(np.array(core().row_engine_latencies(self.handle), np.int64))
 
 
-def _checked_limit(limit: float | None) -> float:
+def _check_limit(limit: float | None) -> float:
     if limit is not None and not 0 < limit < 1e12:
         raise MesetaError(f"storage: max_reads_per_s must be greater than 0, got {limit!r}; leave it out for no limit")
     return float(limit or 0)
 
 
 @dataclass(frozen=True)
-class Latencies:
+class LatencyHistogram:
     """Reads by the time from handing one to the system until its answer."""
 
     counts: np.ndarray[Any, np.dtype[np.int64]]
     """By length: eight steps for each power of two of nanoseconds, from 8 on."""
 
-    def __sub__(self, earlier: Latencies) -> Latencies:
+    def __sub__(self, earlier: LatencyHistogram) -> LatencyHistogram:
         """Those that came after."""
-        return Latencies(self.counts - earlier.counts)
+        return LatencyHistogram(self.counts - earlier.counts)
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """Seconds that these shares of the reads did not exceed, by the upper ends of the steps: up to an eighth too

@@ -9,19 +9,19 @@
 
 namespace meseta::row_file {
 
-constexpr uint32_t kAbsent = ~uint32_t{0};
+constexpr uint32_t kUnwritten = ~uint32_t{0};
 constexpr int64_t kChunkRows = 4096;
 
-struct Chunk {
-  explicit Chunk(std::atomic<int64_t>& chunks) : count(chunks) {
-    std::fill_n(slots, kChunkRows, kAbsent);
+struct IndexChunk {
+  explicit IndexChunk(std::atomic<int64_t>& chunks) : count(chunks) {
+    std::fill_n(slots, kChunkRows, kUnwritten);
     ++count;
   }
-  Chunk(const Chunk& other) : count(other.count) {
+  IndexChunk(const IndexChunk& other) : count(other.count) {
     std::copy_n(other.slots, kChunkRows, slots);
     ++count;
   }
-  ~Chunk() { --count; }
+  ~IndexChunk() { --count; }
   uint32_t slots[kChunkRows];
   std::atomic<int64_t>& count;
 };
@@ -32,22 +32,22 @@ class Index {
   explicit Index(int64_t rows) : chunks_(size_t((rows + kChunkRows - 1) / kChunkRows)) {}
 
   uint32_t operator[](int64_t row) const {
-    const Chunk* chunk = chunks_[size_t(row / kChunkRows)].get();
-    return chunk == nullptr ? kAbsent : chunk->slots[row % kChunkRows];
+    const IndexChunk* chunk = chunks_[size_t(row / kChunkRows)].get();
+    return chunk == nullptr ? kUnwritten : chunk->slots[row % kChunkRows];
   }
 
   void prefetch(int64_t row) const {
-    const Chunk* chunk = chunks_[size_t(row / kChunkRows)].get();
+    const IndexChunk* chunk = chunks_[size_t(row / kChunkRows)].get();
     if (chunk != nullptr) __builtin_prefetch(chunk->slots + row % kChunkRows);
   }
 
   // Puts a row somewhere; where it was.
   uint32_t move(int64_t row, uint32_t slot, std::atomic<int64_t>& count) {
-    std::shared_ptr<Chunk>& chunk = chunks_[size_t(row / kChunkRows)];
+    std::shared_ptr<IndexChunk>& chunk = chunks_[size_t(row / kChunkRows)];
     if (chunk == nullptr)
-      chunk = std::make_shared<Chunk>(count);
+      chunk = std::make_shared<IndexChunk>(count);
     else if (chunk.use_count() > 1)
-      chunk = std::make_shared<Chunk>(*chunk);
+      chunk = std::make_shared<IndexChunk>(*chunk);
     return std::exchange(chunk->slots[row % kChunkRows], slot);
   }
 
@@ -55,10 +55,10 @@ class Index {
   int64_t num_bytes() const { return int64_t(chunks_.capacity() * sizeof(chunks_[0])); }
 
  private:
-  std::vector<std::shared_ptr<Chunk>> chunks_;
+  std::vector<std::shared_ptr<IndexChunk>> chunks_;
 };
 
 // What a chunk takes of memory: itself, and what is kept beside it.
-constexpr int64_t kChunkBytes = sizeof(Chunk) + 2 * sizeof(void*);
+constexpr int64_t kChunkBytes = sizeof(IndexChunk) + 2 * sizeof(void*);
 
 }  // namespace meseta::row_file

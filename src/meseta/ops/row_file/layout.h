@@ -12,13 +12,13 @@ namespace meseta::row_file {
 
 constexpr size_t kPageBytes = 4096;  // memory for direct transfers, and the borders of segments
 constexpr size_t kTrailerBytes = 8;  // behind a record: its row, and the checksum of both
-constexpr size_t kMostGroupBlocks = 16;
-constexpr double kMostSpace = 1.45;  // the file over its rows' records; 1.5 is promised, and a step of growth is less
+constexpr size_t kMaxGroupBlocks = 16;
+constexpr double kMaxSpaceFactor = 1.45;  // the file over its rows' records; 1.5 is promised, and a step of growth is less
 
 // How often a row is written in all, where rows are pushed out at random and this part of the file is rows: segments that
 // are cleaned have a part p left, which moves on, and share = (p - 1) / ln p (J. Menon, A performance comparison of RAID-5
 // and log-structured arrays, 1995).
-inline double rewrites(double share) {
+inline double write_amplification(double share) {
   double low = 1e-6, high = 0.98;  // beyond that cleaning gives hardly any room
   for (int i = 0; i < 30; ++i) {
     const double p = (low + high) / 2;
@@ -46,12 +46,12 @@ struct Layout {
     layout.block_bytes = block_bytes;
     const size_t first = (layout.entry_bytes + block_bytes - 1) / block_bytes;
     double best = 0;
-    for (size_t blocks = first; blocks <= first + kMostGroupBlocks; ++blocks) {
+    for (size_t blocks = first; blocks <= first + kMaxGroupBlocks; ++blocks) {
       const size_t entries = blocks * block_bytes / layout.entry_bytes;
       size_t read = 0;
       for (size_t i = 0; i < entries; ++i) read += layout.span(i * layout.entry_bytes);
       const double space = double(blocks * block_bytes) / double(entries);
-      const double cost = double(read) / double(entries) + space * rewrites(space / (kMostSpace * double(record_bytes)));
+      const double cost = double(read) / double(entries) + space * write_amplification(space / (kMaxSpaceFactor * double(record_bytes)));
       if (best == 0 || cost < best) {
         best = cost;
         layout.group_bytes = blocks * block_bytes;

@@ -20,15 +20,15 @@
 
 namespace meseta::row_file {
 
-constexpr int kSealed = 8;               // segments on their way to disk; whoever fills one more waits
-constexpr size_t kGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
-constexpr int64_t kKeptForCleaning = 2;  // segments
-constexpr size_t kScanGapBytes = 32 << 10;  // likewise, by who reads all rows in order
-constexpr int64_t kLockedRows = 256;     // written before others get the lock
-constexpr int64_t kLockedFinds = 4096;   // found
+constexpr int kMaxSealedSegments = 8;               // segments on their way to disk; whoever fills one more waits
+constexpr size_t kMaxReadGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
+constexpr int64_t kReservedForCleaning = 2;  // segments
+constexpr size_t kMaxScanGapBytes = 32 << 10;  // likewise, by who reads all rows in order
+constexpr int64_t kRowsPerLock = 256;     // written before others get the lock
+constexpr int64_t kFindsPerLock = 4096;   // found
 
-struct Counters {
-  std::atomic<int64_t> reads{0}, read_bytes{0}, rows_read{0}, rows_from_memory{0}, rows_absent{0};
+struct RowLogCounters {
+  std::atomic<int64_t> reads{0}, read_bytes{0}, rows_read{0}, rows_from_memory{0}, rows_unwritten{0};
   std::atomic<int64_t> writes{0}, written_bytes{0}, rows_written{0}, rows_cleaned{0}, cleaned_bytes{0};
   std::atomic<int64_t> wait_ns{0}, ticket_bytes{0};
 };
@@ -36,17 +36,17 @@ struct Counters {
 class RowLog;
 
 // Rows as they were. What it needs of the file stays until it goes.
-class Frozen {
+class RowLogSnapshot {
  public:
-  Frozen(std::shared_ptr<RowLog> log, Index index, uint64_t freeze)
+  RowLogSnapshot(std::shared_ptr<RowLog> log, Index index, uint64_t freeze)
       : log(std::move(log)), index(std::move(index)), freeze(freeze) {}
-  ~Frozen();
+  ~RowLogSnapshot();
   const std::shared_ptr<RowLog> log;
   Index index;
   const uint64_t freeze;
 };
 
-class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
+class RowLog : public EngineClient, public std::enable_shared_from_this<RowLog> {
  public:
   // `part_rows` rows fill segments of their own.
   RowLog(std::shared_ptr<Engine> engine, int file, int64_t rows, const Layout& layout, uint32_t salt,
@@ -71,7 +71,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     }
     engine_->leave(*this);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return sealed_ == 0 && reading_ == 0; });
+    changed_.wait(lock, [this] { return num_sealed_ == 0 && reading_ == 0; });
   }
 
   // Takes rows [count] with their values, the last of a row counts. What the disk does not take is kept in memory, and
@@ -82,8 +82,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     taken = 0;
     if (const Failure failure = retry(lock)) return failure;
     for (; taken < count; ++taken) {
-      if (const Failure failure = append(lock, rows[taken], fields, size_t(taken), kPushed)) return failure;
-      if (taken % kLockedRows == kLockedRows - 1) {
+      if (const Failure failure = append(lock, rows[taken], fields, size_t(taken), kEvicted)) return failure;
+      if (taken % kRowsPerLock == kRowsPerLock - 1) {
         lock.unlock();
         lock.lock();
       }
@@ -99,25 +99,25 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     if (const Failure failure = retry(lock)) return failure;
     for (size_t place = 0; place < filling_.size(); ++place) {
       if (filling_[place] == nullptr) continue;
-      changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
+      changed_.wait(lock, [this] { return num_sealed_ < kMaxSealedSegments || failure_; });
       if (filling_[place] != nullptr && !failure_) seal(place);
     }
-    changed_.wait(lock, [this] { return sealed_ == 0; });
+    changed_.wait(lock, [this] { return num_sealed_ == 0; });
     return failure_;
   }
 
-  std::shared_ptr<Frozen> freeze() {
+  std::shared_ptr<RowLogSnapshot> freeze() {
     const std::lock_guard lock(mutex_);
-    return std::make_shared<Frozen>(shared_from_this(), index_, segments_.freeze());
+    return std::make_shared<RowLogSnapshot>(shared_from_this(), index_, segments_.freeze());
   }
-  void thaw(Frozen& frozen) {
+  void thaw(RowLogSnapshot& frozen) {
     const std::lock_guard lock(mutex_);
     frozen.index.clear();
     segments_.thaw(frozen.freeze);
-    engine_->ask_cleaning(*this);
+    engine_->request_cleaning(*this);
   }
 
-  void submit(Ticket& ticket) {
+  void submit(ReadTicket& ticket) {
     if (ticket.frozen != nullptr) return scan(ticket);
     engine_->submit(ticket);
   }
@@ -131,17 +131,17 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     const std::lock_guard lock(mutex_);
     const int64_t filling = std::count_if(filling_.begin(), filling_.end(), [](auto* one) { return one != nullptr; });
     const int64_t buffers =
-        (sealed_ + int64_t(failed_.size()) + filling + (unused_ != nullptr)) * int64_t(layout_.segment_bytes);
+        (num_sealed_ + int64_t(failed_.size()) + filling + (unused_ != nullptr)) * int64_t(layout_.segment_bytes);
     const int64_t index = index_.num_bytes() + chunks_.load() * kChunkBytes;
     return {int64_t(sizeof(RowLog)) + index + segments_.num_bytes() + buffers + counters.ticket_bytes.load(),
             segments_.file_bytes(), live_};
   }
-  Counters counters;
+  RowLogCounters counters;
 
   int descriptor() const override { return file_; }
   size_t segment_bytes() const override { return layout_.segment_bytes; }
 
-  void plan(Ticket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) override {
+  void plan(ReadTicket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) override {
     const std::lock_guard lock(mutex_);
     if (closed_) return ticket.fail(closed());
     uint64_t* const first = ticket.parts.data() + begin;
@@ -169,8 +169,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   void end_write(const Request& request, const Failure& failure) override {
     const std::lock_guard lock(mutex_);
-    Segment& segment = *request.segment;
-    --sealed_;
+    PinSegment& segment = *request.segment;
+    --num_sealed_;
     ++counters.writes;
     counters.written_bytes += int64_t(request.done);
     if (failure) {
@@ -188,16 +188,16 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   bool clean(uint8_t* buffer) override;
 
  private:
-  enum Stream { kPushed, kMoved, kStreams };
+  enum Stream { kEvicted, kCleaned, kStreams };
 
-  uint8_t* entry(const Segment& segment, uint32_t slot) const {
+  uint8_t* entry(const PinSegment& segment, uint32_t slot) const {
     return segment.buffer.get() + layout_.place(slot % layout_.segment_entries);
   }
-  uint32_t checksum(const Segment& segment, const uint8_t* entry) const {
+  uint32_t checksum(const PinSegment& segment, const uint8_t* entry) const {
     return entry_checksum(salt_ ^ segment.generation, entry, layout_.record_bytes + sizeof(uint32_t));
   }
   // The row that an entry says it is, or none where its checksum is wrong.
-  std::optional<uint32_t> row_of(const Segment& segment, const uint8_t* entry) const {
+  std::optional<uint32_t> verified_row(const PinSegment& segment, const uint8_t* entry) const {
     uint32_t row, sum;
     std::memcpy(&row, entry + layout_.record_bytes, sizeof(row));
     std::memcpy(&sum, entry + layout_.record_bytes + sizeof(row), sizeof(sum));
@@ -206,12 +206,12 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   }
 
   void take(const Request& request, uint64_t part) {
-    Ticket& ticket = *request.ticket;
+    ReadTicket& ticket = *request.ticket;
     const size_t place = layout_.place(static_cast<uint32_t>(part >> 32) % layout_.segment_entries);
     const auto at = static_cast<int64_t>(part & ~uint32_t{0});
     const uint64_t in_file = segments_.place(*request.segment) + place;
     const uint8_t* entry = request.buffer + (in_file - request.place);
-    const auto row = row_of(*request.segment, entry);
+    const auto row = verified_row(*request.segment, entry);
     if (row.has_value() && int64_t(*row) == ticket.row(at)) {
       scatter(ticket.fields, size_t(at), entry);
       return;
@@ -225,18 +225,18 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   // Looks up rows begin..end-1 of a ticket; serves what lies in memory, and lists from `last` on what lies on disk. The
   // lock is held.
-  uint64_t* find(Ticket& ticket, int64_t begin, int64_t end, uint64_t* last) {
+  uint64_t* find(ReadTicket& ticket, int64_t begin, int64_t end, uint64_t* last) {
     const Index& index = ticket.frozen == nullptr ? index_ : ticket.frozen->index;
     int64_t absent = 0, from_memory = 0;
     for (int64_t at = begin; at < end; ++at) index.prefetch(ticket.row(at));
     for (int64_t at = begin; at < end; ++at) {
       const uint32_t slot = index[ticket.row(at)];
-      ticket.present[at] = slot != kAbsent;
-      if (slot == kAbsent) {
+      ticket.present[at] = slot != kUnwritten;
+      if (slot == kUnwritten) {
         ++absent;
         continue;
       }
-      const Segment& segment = segments_.of(slot);
+      const PinSegment& segment = segments_.of(slot);
       if (segment.buffer != nullptr) {
         scatter(ticket.fields, size_t(at), entry(segment, slot));
         ++from_memory;
@@ -244,19 +244,19 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
         *last++ = uint64_t(slot) << 32 | uint64_t(at);
       }
     }
-    counters.rows_absent += absent;
+    counters.rows_unwritten += absent;
     counters.rows_from_memory += from_memory;
     return last;
   }
 
   // All rows of a ticket are found before the first is read, by whoever asks: in segments of their part lie many of
   // them. What is frozen stays where it is without the lock.
-  void scan(Ticket& ticket) {
+  void scan(ReadTicket& ticket) {
     ticket.open = 1;
     uint64_t* last = ticket.parts.data();
-    for (int64_t begin = 0; begin < ticket.count; begin += kLockedFinds) {
+    for (int64_t begin = 0; begin < ticket.count; begin += kFindsPerLock) {
       const std::lock_guard lock(mutex_);
-      last = find(ticket, begin, std::min(begin + kLockedFinds, ticket.count), last);
+      last = find(ticket, begin, std::min(begin + kFindsPerLock, ticket.count), last);
     }
     const size_t count = size_t(last - ticket.parts.data());
     std::vector<Request> requests;
@@ -269,7 +269,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     }
     ticket.open += int64_t(requests.size());
     engine_->submit_scan(requests);
-    ticket.end_one();
+    ticket.finish_one();
   }
 
   static uint64_t* sort_by_slot(uint64_t* parts, uint64_t* other, size_t count) {
@@ -277,12 +277,12 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   }
 
   // Cuts sorted parts into requests: rows that lie together are read together.
-  void cut(Ticket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
+  void cut(ReadTicket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
     const bool scans = ticket.frozen != nullptr;
-    const size_t most = scans ? kLargeBytes : kSmallBytes, gap = scans ? kScanGapBytes : kGapBytes;
+    const size_t most = scans ? kLargeBytes : kSmallBytes, gap = scans ? kMaxScanGapBytes : kMaxReadGapBytes;
     while (part != last) {
       const auto slot = static_cast<uint32_t>(*part >> 32);
-      Segment& segment = segments_.of(slot);
+      PinSegment& segment = segments_.of(slot);
       const uint64_t next_segment = (uint64_t(segment.number) + 1) * layout_.segment_entries;
       size_t place = layout_.place(slot % layout_.segment_entries);
       const size_t begin = layout_.block_begin(place);
@@ -311,12 +311,12 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   // Puts a row, value `number` of the fields, behind the others of its stream. A row that is moved has to lie in `from`
   // still: while the lock was let go of for room, a newer one may have been pushed out.
   Failure append(std::unique_lock<std::mutex>& lock, int64_t row, std::span<const ConstField> fields, size_t number,
-                 Stream stream, uint32_t from = kAbsent) {
+                 Stream stream, uint32_t from = kUnwritten) {
     const auto place = size_t(row / part_rows_ * kStreams + stream);
     if (filling_[place] == nullptr)
       if (const Failure failure = start(lock, place)) return failure;
-    if (stream == kMoved && index_[row] != from) return {};
-    Segment& segment = *filling_[place];
+    if (stream == kCleaned && index_[row] != from) return {};
+    PinSegment& segment = *filling_[place];
     const uint32_t slot = segment.number * layout_.segment_entries + segment.filled;
     uint8_t* at = entry(segment, slot);
     const auto stored = static_cast<uint32_t>(row);
@@ -334,8 +334,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   // An entry that is no row any more.
   void leave(uint32_t slot) {
-    if (slot == kAbsent) return;
-    Segment& segment = segments_.of(slot);
+    if (slot == kUnwritten) return;
+    PinSegment& segment = segments_.of(slot);
     --live_;
     if (--segment.live == 0 && segment.on_disk) {
       segments_.release(segment);
@@ -345,16 +345,16 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   // A segment to fill. May let go of the lock and wait: for the disk, or for room that cleaning makes.
   Failure start(std::unique_lock<std::mutex>& lock, size_t place) {
-    changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
+    changed_.wait(lock, [this] { return num_sealed_ < kMaxSealedSegments || failure_; });
     // What is free is cleaning's own, in the end: it makes more of it.
-    while (place % kStreams == kPushed && !failure_ && !cleaning_failure_ && !closed_ &&
-           segments_.spare(live_) <= kKeptForCleaning && segments_.emptiest() != nullptr) {
-      engine_->ask_cleaning(*this);
+    while (place % kStreams == kEvicted && !failure_ && !cleaning_failure_ && !closed_ &&
+           segments_.spare(live_) <= kReservedForCleaning && segments_.emptiest() != nullptr) {
+      engine_->request_cleaning(*this);
       changed_.wait(lock);
     }
     if (failure_) return failure_;
     if (closed_) return closed();
-    Segment* segment = segments_.reuse();
+    PinSegment* segment = segments_.reuse();
     if (segment == nullptr) {
       int error;
       segment = segments_.grow(error);
@@ -377,10 +377,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   void seal(size_t place) {
     send(*std::exchange(filling_[place], nullptr));
-    if (segments_.spare(live_) < kSpareSegments) engine_->ask_cleaning(*this);
+    if (segments_.spare(live_) < kSpareSegments) engine_->request_cleaning(*this);
   }
 
-  void send(Segment& segment) {
+  void send(PinSegment& segment) {
     Request request;
     request.kind = Request::Kind::write;
     request.client = this;
@@ -388,7 +388,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     request.place = segments_.place(segment);
     request.bytes = layout_.segment_bytes;
     request.buffer = segment.buffer.get();
-    ++sealed_;
+    ++num_sealed_;
     engine_->submit_write(request);
   }
 
@@ -404,8 +404,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     cleaning_failure_ = {};
     if (failed_.empty()) return {};
     failure_ = {};
-    for (Segment* segment : std::exchange(failed_, {})) send(*segment);
-    changed_.wait(lock, [this] { return sealed_ == 0; });
+    for (PinSegment* segment : std::exchange(failed_, {})) send(*segment);
+    changed_.wait(lock, [this] { return num_sealed_ == 0; });
     return failure_;
   }
 
@@ -419,10 +419,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   std::condition_variable changed_;
   Index index_;
   std::atomic<int64_t> chunks_{0};  // of this index and of frozen ones
-  std::vector<Segment*> filling_;  // by part: rows that were pushed out, and rows that cleaning has moved
+  std::vector<PinSegment*> filling_;  // by part: rows that were pushed out, and rows that cleaning has moved
   Segments segments_;
-  int sealed_ = 0;                            // segments on their way to disk
-  std::vector<Segment*> failed_;              // that it did not take
+  int num_sealed_ = 0;                            // segments on their way to disk
+  std::vector<PinSegment*> failed_;              // that it did not take
   Failure failure_;
   Failure cleaning_failure_;
   Buffer unused_;
@@ -431,18 +431,18 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   std::atomic<bool> closed_{false};
 };
 
-inline Frozen::~Frozen() { log->thaw(*this); }
+inline RowLogSnapshot::~RowLogSnapshot() { log->thaw(*this); }
 
 // Moves the rows of the segment that has the fewest, where room is short.
 inline bool RowLog::clean(uint8_t* buffer) {
   std::unique_lock lock(mutex_);
   const auto is_short = [this] {
-    return segments_.spare(live_) < kSpareSegments || segments_.in_file() > segments_.allowed(live_);
+    return segments_.spare(live_) < kSpareSegments || segments_.num_in_file() > segments_.allowed(live_);
   };
   if (closed_ || failure_ || cleaning_failure_) return false;
-  while (segments_.in_file() > segments_.allowed(live_) && segments_.num_free() > kSpareSegments)
+  while (segments_.num_in_file() > segments_.allowed(live_) && segments_.num_free() > kSpareSegments)
     if (!segments_.punch()) break;
-  Segment* const segment = is_short() ? segments_.emptiest() : nullptr;
+  PinSegment* const segment = is_short() ? segments_.emptiest() : nullptr;
   if (segment == nullptr) {
     changed_.notify_all();
     return false;
@@ -467,15 +467,15 @@ inline bool RowLog::clean(uint8_t* buffer) {
   if (error != 0) segment->damaged = true;
   for (uint32_t i = 0; i < segment->filled && error == 0 && !stopped && segment->live > 0; ++i) {
     const uint8_t* at = buffer + layout_.place(i);
-    const std::optional<uint32_t> row = row_of(*segment, at);
+    const std::optional<uint32_t> row = verified_row(*segment, at);
     if (!row.has_value() || *row >= num_rows_) continue;
     const uint32_t slot = segment->number * layout_.segment_entries + i;
     if (index_[*row] != slot) continue;
     const ConstField record{at, layout_.record_bytes, 0};
-    cleaning_failure_ = append(lock, *row, {&record, 1}, 0, kMoved, slot);
+    cleaning_failure_ = append(lock, *row, {&record, 1}, 0, kCleaned, slot);
     stopped = bool(cleaning_failure_);
     counters.rows_cleaned += !stopped;
-    if (i % kLockedRows == kLockedRows - 1) {
+    if (i % kRowsPerLock == kRowsPerLock - 1) {
       lock.unlock();
       lock.lock();
     }

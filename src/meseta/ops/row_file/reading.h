@@ -9,25 +9,25 @@
 namespace meseta::row_file {
 
 // Whoever holds it keeps the arrays that it reads from and writes to; it ends with the read.
-class Reading {
+class PendingLogRead {
  public:
-  explicit Reading(std::shared_ptr<RowLog> log) : log_(std::move(log)) {}
-  ~Reading() {
+  explicit PendingLogRead(std::shared_ptr<RowLog> log) : log_(std::move(log)) {}
+  ~PendingLogRead() {
     if (ticket.client == nullptr) return;
     ticket.wait();
     log_->counters.ticket_bytes -= ticket.count * int64_t(sizeof(uint64_t));
     ticket.frozen.reset();
   }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
+  PendingLogRead(const PendingLogRead&) = delete;
+  PendingLogRead& operator=(const PendingLogRead&) = delete;
 
   // Begin to read the rows of the ticket.
-  void start(std::vector<Field> fields, bool* present) {
+  void start(std::vector<Field> fields, bool* is_written) {
     ticket.parts.resize(size_t(ticket.count));
     log_->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));
     ticket.client = log_.get();
     ticket.fields = std::move(fields);
-    ticket.present = present;
+    ticket.present = is_written;
     log_->submit(ticket);
   }
 
@@ -38,7 +38,7 @@ class Reading {
     return failure;
   }
 
-  Ticket ticket;
+  ReadTicket ticket;
 
  private:
   std::shared_ptr<RowLog> log_;

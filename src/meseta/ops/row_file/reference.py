@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-class RowsInMemory:
-    """What `RowFile` and `FrozenRows` hold, in a dict."""
+class InMemoryRowFile:
+    """What `RowFile` and `RowFileSnapshot` hold, in a dict."""
 
     def __init__(self, num_rows: int, record_bytes: int) -> None:
         self.num_rows, self.record_bytes = num_rows, record_bytes
@@ -26,8 +26,8 @@ class RowsInMemory:
         for row, record in zip(rows.tolist(), records, strict=True):
             self.records[row] = bytes(record.tolist())
 
-    def freeze(self) -> RowsInMemory:
+    def snapshot(self) -> InMemoryRowFile:
         """A copy."""
-        copy = RowsInMemory(self.num_rows, self.record_bytes)
+        copy = InMemoryRowFile(self.num_rows, self.record_bytes)
         copy.records = dict(self.records)
         return copy

@@ -28,14 +28,14 @@ struct Failure {
   explicit operator bool() const { return kind != kNone; }
 };
 
-class Client;
-class Frozen;
-struct Segment;
+class EngineClient;
+class RowLogSnapshot;
+struct PinSegment;
 
 // Rows that are asked for at once. Whoever waits for it keeps its arrays.
-struct Ticket {
-  Client* client = nullptr;
-  std::shared_ptr<Frozen> frozen;  // whose rows are read in order; or none: rows as they are
+struct ReadTicket {
+  EngineClient* client = nullptr;
+  std::shared_ptr<RowLogSnapshot> frozen;  // whose rows are read in order; or none: rows as they are
   const int64_t* rows = nullptr;   // [count]; null: first, first + 1, ...
   int64_t first = 0;
   int64_t count = 0;
@@ -52,7 +52,7 @@ struct Ticket {
     if (!failure_) failure_ = failure;
   }
 
-  void end_one() {
+  void finish_one() {
     if (open.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     const std::lock_guard lock(mutex_);
     done_ = true;
@@ -82,9 +82,9 @@ struct Request {
   enum class Kind : uint8_t { read, scan, write };
   Kind kind = Kind::read;
   bool small = true;  // which buffer it needs
-  Client* client = nullptr;
-  Ticket* ticket = nullptr;  // of a read
-  Segment* segment = nullptr;
+  EngineClient* client = nullptr;
+  ReadTicket* ticket = nullptr;  // of a read
+  PinSegment* segment = nullptr;
   const uint64_t* first = nullptr;  // of the ticket's parts that it reads
   const uint64_t* last = nullptr;
   uint64_t place = 0;  // in the file, bytes
@@ -95,12 +95,12 @@ struct Request {
 };
 
 // A file of rows, as an engine sees it. The engine calls it with no lock held.
-class Client {
+class EngineClient {
  public:
-  virtual ~Client() = default;
+  virtual ~EngineClient() = default;
   virtual int descriptor() const = 0;
   // Serves what lies in memory of a ticket's rows begin..end-1, and says what is to be read for the rest.
-  virtual void plan(Ticket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) = 0;
+  virtual void plan(ReadTicket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) = 0;
   virtual void end_read(const Request& request, const Failure& failure) = 0;
   virtual void end_write(const Request& request, const Failure& failure) = 0;
   // Makes room in the file by one segment; whether there is more to do.

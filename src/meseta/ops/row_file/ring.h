@@ -56,11 +56,11 @@ class Ring {
     }
     asked_tail_ = word(params.sq_off.tail);
     asked_mask_ = *word(params.sq_off.ring_mask);
-    asked_ = word(params.sq_off.array);
-    answered_head_ = word(params.cq_off.head);
-    answered_tail_ = word(params.cq_off.tail);
-    answered_mask_ = *word(params.cq_off.ring_mask);
-    answers_ = reinterpret_cast<io_uring_cqe*>(rings_ + params.cq_off.cqes);
+    sq_array_ = word(params.sq_off.array);
+    cq_head_ = word(params.cq_off.head);
+    cq_tail_ = word(params.cq_off.tail);
+    cq_mask_ = *word(params.cq_off.ring_mask);
+    cqes_ = reinterpret_cast<io_uring_cqe*>(rings_ + params.cq_off.cqes);
   }
   ~Ring() { unmap(); }
   Ring(const Ring&) = delete;
@@ -83,9 +83,9 @@ class Ring {
     entry.len = static_cast<uint32_t>(bytes);
     entry.buf_index = registered;
     entry.user_data = tag;
-    asked_[at] = at;
+    sq_array_[at] = at;
     std::atomic_ref(*asked_tail_).store(tail + 1, std::memory_order_release);
-    ++unsent_;
+    ++num_unsubmitted_;
   }
 
   // Sends what was asked for, and waits for so many answers: until `when`, or for ever.
@@ -101,18 +101,18 @@ class Ring {
       limit.nanoseconds %= 1'000'000'000;
       more.ts = reinterpret_cast<uint64_t>(&limit);
     }
-    const long sent = syscall(__NR_io_uring_enter, descriptor_, unsent_, wanted,
+    const long sent = syscall(__NR_io_uring_enter, descriptor_, num_unsubmitted_, wanted,
                               IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &more, sizeof(more));
-    if (sent > 0) unsent_ -= static_cast<unsigned>(sent);
+    if (sent > 0) num_unsubmitted_ -= static_cast<unsigned>(sent);
   }
 
   template <typename Take>
   void answers(Take&& take) {
-    uint32_t head = *answered_head_;
-    const uint32_t tail = std::atomic_ref(*answered_tail_).load(std::memory_order_acquire);
+    uint32_t head = *cq_head_;
+    const uint32_t tail = std::atomic_ref(*cq_tail_).load(std::memory_order_acquire);
     for (; head != tail; ++head) {
-      const io_uring_cqe answer = answers_[head & answered_mask_];
-      std::atomic_ref(*answered_head_).store(head + 1, std::memory_order_release);
+      const io_uring_cqe answer = cqes_[head & cq_mask_];
+      std::atomic_ref(*cq_head_).store(head + 1, std::memory_order_release);
       take(answer.user_data, int64_t(answer.res));
     }
   }
@@ -133,9 +133,9 @@ class Ring {
   uint8_t* rings_ = nullptr;
   io_uring_sqe* entries_ = nullptr;
   size_t rings_bytes_ = 0, entries_bytes_ = 0;
-  uint32_t *asked_tail_ = nullptr, *asked_ = nullptr, *answered_head_ = nullptr, *answered_tail_ = nullptr;
-  uint32_t asked_mask_ = 0, answered_mask_ = 0, unsent_ = 0;
-  io_uring_cqe* answers_ = nullptr;
+  uint32_t *asked_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  uint32_t asked_mask_ = 0, cq_mask_ = 0, num_unsubmitted_ = 0;
+  io_uring_cqe* cqes_ = nullptr;
 };
 
 class RingEngine : public Engine {
@@ -146,7 +146,7 @@ class RingEngine : public Engine {
     if (event_ < 0) throw std::system_error(errno, std::generic_category());
     std::promise<void> made;
     std::future<void> is_made = made.get_future();
-    thread_ = quiet_thread([this, &made] { run(made); });
+    thread_ = signal_free_thread([this, &made] { run(made); });
     try {
       is_made.get();
     } catch (...) {
@@ -175,13 +175,13 @@ class RingEngine : public Engine {
   }
 
  private:
-  static constexpr int kAnswersPart = 8;
+  static constexpr int kCompletionBatchDivisor = 8;
   static constexpr uint64_t kEvent = ~uint64_t{0};
   static constexpr uint16_t kSmallMemory = 0, kLargeMemory = 1;
 
   // The ring is made by the thread that uses it, as the system wants it.
   void run(std::promise<void>& made) {
-    const unsigned most = unsigned(depth_ + kLargeBuffers + kWritesAlone);
+    const unsigned most = unsigned(depth_ + kLargeBuffers + kMaxWritesWhenIdle);
     std::unique_ptr<Ring> ring;
     try {
       ring = std::make_unique<Ring>(std::bit_ceil(most + 1));
@@ -216,7 +216,7 @@ class RingEngine : public Engine {
       sleeping_ = !ended_;
       lock.unlock();
       // While there is more to read than may be in flight, answers are taken by the dozen.
-      ring.enter(unused.size() <= kLargeBuffers + kWritesAlone ? std::max(1, depth_ / kAnswersPart) : 1, when);
+      ring.enter(unused.size() <= kLargeBuffers + kMaxWritesWhenIdle ? std::max(1, depth_ / kCompletionBatchDivisor) : 1, when);
       lock.lock();
       sleeping_ = false;
       lock.unlock();
@@ -228,7 +228,7 @@ class RingEngine : public Engine {
         }
         Request& request = requests[tag];
         Failure failure;
-        if (goes_on(request, result, failure)) return ask(ring, request, unsigned(tag));
+        if (should_continue(request, result, failure)) return ask(ring, request, unsigned(tag));
         end(request, failure, then);
         unused.push_back(unsigned(tag));
       });

@@ -13,7 +13,7 @@ class ThreadEngine : public Engine {
  public:
   ThreadEngine(int depth, double max_reads_per_s) : Engine(depth, max_reads_per_s) {
     try {
-      for (int i = 0; i < depth; ++i) threads_.push_back(quiet_thread([this] { run(); }));
+      for (int i = 0; i < depth; ++i) threads_.push_back(signal_free_thread([this] { run(); }));
     } catch (...) {
       stop();
       throw;
@@ -43,7 +43,7 @@ class ThreadEngine : public Engine {
     while (!ended_) {
       if (next(lock, request, when)) {
         lock.unlock();
-        carry_out(request);
+        transfer(request);
         lock.lock();
       } else if (when == Clock::time_point::max()) {
         work_.wait(lock);
@@ -53,7 +53,7 @@ class ThreadEngine : public Engine {
     }
   }
 
-  void carry_out(Request& request) {
+  void transfer(Request& request) {
     Failure failure;
     request.begun = Clock::now();
     int64_t result;
@@ -65,7 +65,7 @@ class ThreadEngine : public Engine {
       result = request.kind == Request::Kind::write ? pwrite(file, memory, bytes, place)
                                                     : pread(file, memory, bytes, place);
       if (result < 0) result = -errno;
-    } while (goes_on(request, result, failure));
+    } while (should_continue(request, result, failure));
     end(request, failure, Clock::now());
   }
 

@@ -13,7 +13,7 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.row_lookup import reference
-from meseta.ops.tables import KINDS, check_bags, check_bounds, check_tables, plain_ids
+from meseta.ops.tables import DTYPE_CODES, check_bags, check_bounds, check_tables, contiguous_ids
 from meseta.spec import MesetaError
 
 
@@ -36,11 +36,11 @@ def row_lookup(tables: Sequence[Tensor], ids: Int[Tensor, " nnz"], bounds: Seque
 
 def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
     check_tables("row_lookup", tables)
-    ids = plain_ids("row_lookup", ids)
+    ids = contiguous_ids("row_lookup", ids)
     check_bounds("row_lookup", bounds, ids.numel())
     if len(bounds) != len(tables) + 1:
         raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; there must be F + 1 of them")
-    if tables[0].dtype not in KINDS:
+    if tables[0].dtype not in DTYPE_CODES:
         check_bags("row_lookup", tables, ids, torch.tensor(bounds))
         return reference.row_lookup(tables, ids, bounds)
     sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -53,7 +53,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
     try:
         core().row_lookup(
             described,
-            KINDS[tables[0].dtype],
+            DTYPE_CODES[tables[0].dtype],
             ids.data_ptr(),
             ids.numel(),
             ids.dtype == torch.int64,
@@ -66,7 +66,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
 
 
 def _gpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
-    if tables[0].dtype not in KINDS:
+    if tables[0].dtype not in DTYPE_CODES:
         return reference.row_lookup(tables, ids, bounds)
     from meseta.ops.row_lookup import triton
 

@@ -16,7 +16,7 @@ using namespace meseta;
 
 namespace {
 
-struct Feature {
+struct GradientSource {
   const void* table;
   int64_t num_rows, dim;
   float* out;
@@ -36,7 +36,7 @@ void copy_row(const T* row, float* out, int64_t dim) {
 
 // Ids [first, last); `start` is the first id of the feature.
 template <typename T, typename Id>
-void copy_rows(const Feature& f, const Id* ids, int64_t start, const Task& task, Mistake& mistake) {
+void copy_rows(const GradientSource& f, const Id* ids, int64_t start, const Task& task, FirstError& mistake) {
   const RowLines rows(f.table, f.dim * int64_t(sizeof(T)));
   const int64_t ahead = rows.ahead();
   for (int64_t i = task.first; i < std::min(task.first + ahead, task.last); ++i) rows.fetch(ids[i]);
@@ -52,7 +52,7 @@ void copy_rows(const Feature& f, const Id* ids, int64_t start, const Task& task,
 }
 
 template <typename Id>
-void run(const std::vector<Feature>& features, int kind, const Id* ids, const std::vector<int64_t>& bounds,
+void run(const std::vector<GradientSource>& features, int kind, const Id* ids, const std::vector<int64_t>& bounds,
          int num_threads) {
   std::vector<Task> tasks;
   for (size_t f = 0; f < features.size(); ++f) {
@@ -60,19 +60,19 @@ void run(const std::vector<Feature>& features, int kind, const Id* ids, const st
     for (int64_t first = bounds[f]; first < bounds[f + 1]; first += piece)
       tasks.push_back({f, first, std::min(first + piece, bounds[f + 1])});
   }
-  Mistake mistake;
+  FirstError mistake;
   parallel_tasks(num_threads, int64_t(tasks.size()), [&](int64_t t) {
     const Task& task = tasks[size_t(t)];
-    const Feature& feature = features[task.feature];
+    const GradientSource& feature = features[task.feature];
     const int64_t start = bounds[task.feature];
     if (kind == 0) copy_rows<float>(feature, ids, start, task, mistake);
     if (kind == 1) copy_rows<Half>(feature, ids, start, task, mistake);
     if (kind == 2) copy_rows<Bfloat>(feature, ids, start, task, mistake);
   });
   const int64_t at = mistake.at.load();
-  if (at == Mistake::kNone) return;
+  if (at == FirstError::kNone) return;
   const size_t f = size_t(std::upper_bound(bounds.begin(), bounds.end(), at) - bounds.begin()) - 1;
-  refuse("id ", ids[at], " for table ", f, ", at position ", at - bounds[f], " of its ids, is outside 0..",
+  throw_invalid_argument("id ", ids[at], " for table ", f, ", at position ", at - bounds[f], " of its ids, is outside 0..",
          features[f].num_rows - 1);
 }
 
@@ -80,12 +80,12 @@ void run(const std::vector<Feature>& features, int kind, const Id* ids, const st
 void row_lookup(const std::vector<int64_t>& tables, int kind, uintptr_t ids, int64_t num_ids, bool wide,
                 const std::vector<int64_t>& bounds, int num_threads) {
   nb::gil_scoped_release unlocked;
-  std::vector<Feature> features;
+  std::vector<GradientSource> features;
   for (size_t i = 0; i + 4 <= tables.size(); i += 4)
     features.push_back({reinterpret_cast<const void*>(tables[i]), tables[i + 1], tables[i + 2],
                         reinterpret_cast<float*>(tables[i + 3])});
   if (bounds.size() != features.size() + 1)
-    refuse(bounds.size(), " bounds for ", features.size(), " tables; there must be F + 1 of them");
+    throw_invalid_argument(bounds.size(), " bounds for ", features.size(), " tables; there must be F + 1 of them");
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), num_ids);
   wide ? run(features, kind, reinterpret_cast<const int64_t*>(ids), bounds, num_threads)
        : run(features, kind, reinterpret_cast<const int32_t*>(ids), bounds, num_threads);

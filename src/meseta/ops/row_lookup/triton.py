@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_words import device_words
-from meseta.ops.tables import check_tables, plain_ids
-from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, room_for_addresses, write_addresses
+from meseta.ops.device_constants import device_constant
+from meseta.ops.tables import check_tables, contiguous_ids
+from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, padded_address_count, write_addresses
 from meseta.spec import MesetaError
 
 LANES = tl.constexpr(256)
 """Lanes of a program."""
-WORDS = tl.constexpr(5)
+FEATURE_WORDS = tl.constexpr(5)
 """What the kernel knows of a feature: address, rows and columns of its table, its first id and number of ids."""
 
 
 def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """See meseta.ops.row_lookup.row_lookup; an id outside its table gives zeros."""
     check_tables("row_lookup", tables)
-    ids, device, dtype = plain_ids("row_lookup", ids), ids.device, tables[0].dtype
+    ids, device, dtype = contiguous_ids("row_lookup", ids), ids.device, tables[0].dtype
     if any(a > b for a, b in pairwise([0, *bounds, ids.numel()])):
         raise MesetaError(f"row_lookup: the bounds {list(bounds)} fall or leave the {ids.numel()} ids")
     sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -42,10 +42,10 @@ def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> 
         for word in (table.data_ptr(), *table.shape, start, size)
     ]
     with torch.cuda.device_of(ids):
-        addresses = torch.empty(room_for_addresses(len(out)), dtype=torch.int64, device=device)
+        addresses = torch.empty(padded_address_count(len(out)), dtype=torch.int64, device=device)
         write_addresses(addresses, out)
         grid = (triton.cdiv(lanes, LANES.value), len(tables))
-        features = device_words(tuple(words), device)
+        features = device_constant(tuple(words), device)
         _copy_rows[grid](addresses, features, ids, VECTOR=vector, ROW=ROW_TYPES[dtype], num_warps=4)
     return out
 
@@ -54,7 +54,7 @@ def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> 
 @no_type_check  # Triton reads the source: nothing may wrap this
 def _copy_rows(addresses, features, ids, VECTOR: tl.constexpr, ROW: tl.constexpr):
     f = tl.program_id(1).to(tl.int64)
-    feature = features + f * WORDS
+    feature = features + f * FEATURE_WORDS
     table = tl.multiple_of(tl.load(feature).to(tl.pointer_type(ROW)), VECTOR * (ROW.primitive_bitwidth // 8))
     out = tl.multiple_of(tl.load(addresses + f).to(tl.pointer_type(tl.float32)), 16)
     num_rows = tl.load(feature + 1)

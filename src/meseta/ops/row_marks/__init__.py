@@ -13,13 +13,13 @@ from meseta.jagged.shapes import Int
 from meseta.ops.row_marks.row_set import RowSet
 
 ROWS_PER_WORD = 16
-_EVERY_ROW = 0x55555555
+_LOW_BITS = 0x55555555
 """The lower bit of each row of a word."""
-_WORDS_AT_ONCE = 1 << 16
-_LOGGED_WORDS = range(1 << 12, 1 << 17)
+_CHUNK_WORDS = 1 << 16
+_LOG_WORD_RANGE = range(1 << 12, 1 << 17)
 """How many words have a log, with room for as many rows: fewer stay in the processor's cache without one, and more do
 not fit there all at once."""
-_marking = Lock()
+_marks_lock = Lock()
 
 
 class Consumer(IntEnum):
@@ -40,16 +40,16 @@ class RowMarks:
     later, all at once: a step has few rows of a large table, and each would bring a line of words from memory for two
     bits.
 
-        with_log   | words | number of rows in the log | row, row, row, ... |
+        words_and_log   | words | number of rows in the log | row, row, row, ... |
     """
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
         """None is marked."""
         self.num_rows = num_rows
         count = num_words(num_rows)
-        room = 1 + count if torch.device(device).type == "cpu" and count in _LOGGED_WORDS else 0
-        self.with_log: Int[Tensor, " words_and_log"] = torch.zeros(count + room, dtype=torch.int32, device=device)
-        self.words: Int[Tensor, " words"] = self.with_log[:count]
+        room = 1 + count if torch.device(device).type == "cpu" and count in _LOG_WORD_RANGE else 0
+        self.words_and_log: Int[Tensor, " words_and_log"] = torch.zeros(count + room, dtype=torch.int32, device=device)
+        self.words: Int[Tensor, " words"] = self.words_and_log[:count]
 
     def add(self, rows: Int[Tensor, " n"], consumer: Consumer | None = None) -> None:
         """Mark rows, ascending, each once; for one consumer, or for all."""
@@ -57,9 +57,9 @@ class RowMarks:
             return
         rows = rows.to(self.words.device)
         first, last = int(rows[0]) // ROWS_PER_WORD, int(rows[-1]) // ROWS_PER_WORD
-        with _marking:  # a load writes in threads, whose rows may share a word
+        with _marks_lock:  # a load writes in threads, whose rows may share a word
             part = self.words[first : last + 1]
-            part |= words_of(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
+            part |= mark_words(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
 
     def add_set(self, rows: RowSet, consumer: Consumer) -> None:
         """Mark rows for one consumer."""
@@ -76,35 +76,35 @@ class RowMarks:
         self.add(torch.arange(first, begin * ROWS_PER_WORD))
         self.add(torch.arange(end * ROWS_PER_WORD, stop))
 
-    def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
+    def marked_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Those that are marked for one, ascending, int64 on the CPU."""
-        return self.row_set(consumer).rows()
+        return self.marked_set(consumer).rows()
 
-    def row_set(self, consumer: Consumer) -> RowSet:
+    def marked_set(self, consumer: Consumer) -> RowSet:
         """Return the rows that are marked for one consumer; later marks do not change the set."""
-        self._mark_logged()
+        self._flush_log()
         parts = [np.empty(0, np.uint8)]
-        for words in self.words.split(_WORDS_AT_ONCE):
-            marked = (words.cpu().numpy().view(np.uint32) >> np.uint32(consumer)) & np.uint32(_EVERY_ROW)
+        for words in self.words.split(_CHUNK_WORDS):
+            marked = (words.cpu().numpy().view(np.uint32) >> np.uint32(consumer)) & np.uint32(_LOW_BITS)
             parts.append(np.packbits(np.unpackbits(marked.view(np.uint8), bitorder="little")[::2], bitorder="little"))
         return RowSet(self.num_rows, np.concatenate(parts)[: -(-self.num_rows // 8)])
 
     def clear(self, consumer: Consumer) -> None:
         """None is marked for this one."""
-        self._mark_logged()
-        others = _EVERY_ROW << (1 - consumer)
+        self._flush_log()
+        others = _LOW_BITS << (1 - consumer)
         self.words &= others - (1 << 32) if others >> 31 else others
 
-    def _mark_logged(self) -> None:
+    def _flush_log(self) -> None:
         """Mark the rows of the log, which is empty then."""
-        log = self.with_log[len(self.words) :]
+        log = self.words_and_log[len(self.words) :]
         if len(log) and (count := int(log[0])):
             self.add(log[1 : 1 + count].long().unique())
             log[0] = 0
 
     def num_bytes(self) -> int:
         """Of memory."""
-        return self.with_log.numel() * self.with_log.element_size()
+        return self.words_and_log.numel() * self.words_and_log.element_size()
 
 
 def num_words(num_rows: int) -> int:
@@ -112,7 +112,7 @@ def num_words(num_rows: int) -> int:
     return -(-num_rows // ROWS_PER_WORD)
 
 
-def words_of(rows: Int[Tensor, " n"], count: int, bits: int = 3) -> Int[Tensor, " count"]:
+def mark_words(rows: Int[Tensor, " n"], count: int, bits: int = 3) -> Int[Tensor, " count"]:
     """int32 words in which these rows, each once, have `bits` and others none; the host need not know the rows."""
     words = torch.zeros(count, dtype=torch.int64, device=rows.device)
     marks = torch.full_like(rows, bits) << rows % ROWS_PER_WORD * 2

@@ -13,9 +13,9 @@ from meseta.jagged.shapes import Int
 
 CHUNK_ROWS = 1 << 12
 """Rows that are counted once; a multiple of 8."""
-LISTED_ROWS = 1 << 20
+ROWS_PER_PART = 1 << 20
 """Rows of which `parts` lists the members at a time."""
-_NUM_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+_BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
 class RowSet:
@@ -72,22 +72,22 @@ class RowSet:
         return torch.from_numpy(is_member.view(bool).nonzero()[0] + first)
 
     def parts(self) -> Iterator[Int[Tensor, " n"]]:
-        """Yield all members, ascending, those of LISTED_ROWS rows at a time."""
-        for first in range(0, self.num_rows, LISTED_ROWS):
-            yield self.rows(first, min(first + LISTED_ROWS, self.num_rows))
+        """Yield all members, ascending, those of ROWS_PER_PART rows at a time."""
+        for first in range(0, self.num_rows, ROWS_PER_PART):
+            yield self.rows(first, min(first + ROWS_PER_PART, self.num_rows))
 
     def count(self, first: int, stop: int) -> int:
         """Return the number of members among rows first..stop-1."""
-        return self._before(stop) - self._before(first)
+        return self._count_before(stop) - self._count_before(first)
 
-    def _before(self, row: int) -> int:
+    def _count_before(self, row: int) -> int:
         counts = self._counts
         if counts is None:
             padded = np.zeros(-(-self.num_rows // CHUNK_ROWS) * CHUNK_ROWS // 8, np.uint8)
-            padded[: len(self._bits)] = _NUM_BITS[self._bits]
+            padded[: len(self._bits)] = _BIT_COUNTS[self._bits]
             of_chunks = padded.reshape(-1, CHUNK_ROWS // 8).sum(axis=1, dtype=np.int64)
             counts = self._counts = np.concatenate([[0], of_chunks.cumsum()])
         chunk = row // CHUNK_ROWS
         begin, whole = chunk * CHUNK_ROWS // 8, row // 8
-        count = int(counts[chunk]) + int(_NUM_BITS[self._bits[begin:whole]].sum(dtype=np.int64))
-        return count + int(_NUM_BITS[self._bits[whole] & ((1 << row % 8) - 1)]) if row % 8 else count
+        count = int(counts[chunk]) + int(_BIT_COUNTS[self._bits[begin:whole]].sum(dtype=np.int64))
+        return count + int(_BIT_COUNTS[self._bits[whole] & ((1 << row % 8) - 1)]) if row % 8 else count

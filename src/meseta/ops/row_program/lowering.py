@@ -10,7 +10,7 @@ from itertools import islice, permutations
 import torch
 from torch import Tensor
 
-from meseta.ops.row_program.symbols import Kind, Number, Op, Symbol
+from meseta.ops.row_program.symbols import Kind, Op, ScalarSymbol, Symbol
 from meseta.spec import MesetaError
 
 FIRST_ROW, FIRST_UNIFORM, UNUSED = 64, 128, -1
@@ -23,7 +23,7 @@ LOAD_OF = {Op.STORE_WEIGHT: Op.LOAD_WEIGHT, Op.STORE_STATE: Op.LOAD_STATE}
 
 
 @dataclass(frozen=True, eq=False)
-class Code:
+class RowCode:
     """One pass over the touched rows."""
 
     instructions: Tensor
@@ -36,24 +36,24 @@ class Code:
 
 
 @dataclass(frozen=True, eq=False)
-class Store:
+class StoreOutput:
     """A value that leaves the pass."""
 
     op: Op
     """STORE_WEIGHT, STORE_STATE or STORE_STAT."""
-    value: Symbol | Number
+    value: Symbol | ScalarSymbol
     index: int = 0
     """Which state or statistic."""
 
 
-def lower(owner: str, stores: Sequence[Store], slots: dict[int, int]) -> Code:
+def lower(owner: str, stores: Sequence[StoreOutput], slots: dict[int, int]) -> RowCode:
     """The code that computes all stores, each value once, nothing else.
 
     `slots` gives each number that is used its uniform; new ones are added. Raises MesetaError when the registers
     do not suffice.
     """
-    for node in _below([store.value for store in stores]):
-        if isinstance(node, Number):
+    for node in _postorder([store.value for store in stores]):
+        if isinstance(node, ScalarSymbol):
             slots.setdefault(node.index, len(slots))
     candidates = [_allocate(_schedule(order), slots) for order in islice(permutations(stores), MAX_ORDERS)]
     best = min(candidates, key=lambda code: (code.num_element_registers, code.num_row_registers))
@@ -65,16 +65,16 @@ def lower(owner: str, stores: Sequence[Store], slots: dict[int, int]) -> Code:
     return best
 
 
-def _below(roots: Iterable[Symbol | Number]) -> list[Symbol | Number]:
+def _postorder(roots: Iterable[Symbol | ScalarSymbol]) -> list[Symbol | ScalarSymbol]:
     """The roots and all that they are made of, once: operands first, those that need many registers before others."""
-    found: dict[int, Symbol | Number] = {}
+    found: dict[int, Symbol | ScalarSymbol] = {}
     needs: dict[int, int] = {}
 
-    def visit(node: Symbol | Number) -> None:
+    def visit(node: Symbol | ScalarSymbol) -> None:
         if id(node) in found:
             return
         if isinstance(node, Symbol):
-            for operand in sorted(node.operands, key=lambda operand: -_need(operand, needs)):
+            for operand in sorted(node.operands, key=lambda operand: -_num_registers(operand, needs)):
                 visit(operand)
         found[id(node)] = node
 
@@ -83,27 +83,27 @@ def _below(roots: Iterable[Symbol | Number]) -> list[Symbol | Number]:
     return list(found.values())
 
 
-def _need(node: Symbol | Number, needs: dict[int, int]) -> int:
+def _num_registers(node: Symbol | ScalarSymbol, needs: dict[int, int]) -> int:
     """Element registers that a tree takes when its operands are computed one after the other (Sethi and Ullman, JACM
     17, 1970)."""
-    if isinstance(node, Number) or node.op is None:
+    if isinstance(node, ScalarSymbol) or node.op is None:
         return 0
     if id(node) not in needs:
-        below = sorted((_need(operand, needs) for operand in node.operands), reverse=True)
+        below = sorted((_num_registers(operand, needs) for operand in node.operands), reverse=True)
         own = 1 if node.kind == "element" else 0
         needs[id(node)] = max([own, *(need + held for held, need in enumerate(below))])
     return needs[id(node)]
 
 
-def _schedule(stores: Sequence[Store]) -> list[Symbol | Store]:
+def _schedule(stores: Sequence[StoreOutput]) -> list[Symbol | StoreOutput]:
     """Nodes and stores in the order of execution: what a store overwrites is loaded before."""
-    symbols = [node for node in _below([store.value for store in stores]) if isinstance(node, Symbol)]
+    symbols = [node for node in _postorder([store.value for store in stores]) if isinstance(node, Symbol)]
     loads = {(node.op, node.index): node for node in symbols if node.op in LOAD_OF.values()}
     done: set[int] = set()
-    order: list[Symbol | Store] = []
+    order: list[Symbol | StoreOutput] = []
     for store in stores:
         overwritten = [loads[key] for key in [(LOAD_OF.get(store.op), store.index)] if key in loads]
-        for node in _below([store.value, *overwritten]):
+        for node in _postorder([store.value, *overwritten]):
             if isinstance(node, Symbol) and node.op is not None and id(node) not in done:
                 done.add(id(node))
                 order.append(node)
@@ -112,57 +112,57 @@ def _schedule(stores: Sequence[Store]) -> list[Symbol | Store]:
 
 
 @dataclass
-class _Registers:
+class _RegisterFile:
     """Registers of one kind, the lowest free one first."""
 
     first: int
-    free: list[int] = field(default_factory=list)
+    free_registers: list[int] = field(default_factory=list)
     num_used: int = 0
 
-    def take(self) -> int:
-        if self.free:
-            return heappop(self.free)
+    def allocate(self) -> int:
+        if self.free_registers:
+            return heappop(self.free_registers)
         self.num_used += 1
         return self.first + self.num_used - 1
 
-    def give(self, register: int) -> None:
-        heappush(self.free, register)
+    def release(self, register: int) -> None:
+        heappush(self.free_registers, register)
 
 
-def _allocate(order: Sequence[Symbol | Store], slots: dict[int, int]) -> Code:
+def _allocate(order: Sequence[Symbol | StoreOutput], slots: dict[int, int]) -> RowCode:
     """Registers by liveness: one is free again with the last instruction that reads it, which may write to it."""
     operands = [step.operands if isinstance(step, Symbol) else (step.value,) for step in order]
     last = {id(operand): position for position, own in enumerate(operands) for operand in own}
-    registers: dict[Kind, _Registers] = {"element": _Registers(first=0), "row": _Registers(first=FIRST_ROW)}
-    gradient = registers["element"].take()
+    registers: dict[Kind, _RegisterFile] = {"element": _RegisterFile(first=0), "row": _RegisterFile(first=FIRST_ROW)}
+    gradient = registers["element"].allocate()
     place: dict[int, int] = {}
     rows: list[tuple[int, ...]] = []
     for own in operands:
         for operand in own:
-            if isinstance(operand, Number):
+            if isinstance(operand, ScalarSymbol):
                 place[id(operand)] = FIRST_UNIFORM + slots[operand.index]
             elif operand.op is None:
                 place[id(operand)] = gradient
     if not any(register == gradient for register in place.values()):
-        registers["element"].give(gradient)
+        registers["element"].release(gradient)
     for position, (step, own) in enumerate(zip(order, operands, strict=True)):
         places = [place[id(operand)] for operand in own]
         for operand in {id(operand): operand for operand in own if isinstance(operand, Symbol)}.values():
             if last[id(operand)] == position:
-                registers[operand.kind].give(place[id(operand)])
-        if isinstance(step, Store):
-            rows.append(_row(step.op, UNUSED, *places, *([] if step.op is Op.STORE_WEIGHT else [step.index])))
+                registers[operand.kind].release(place[id(operand)])
+        if isinstance(step, StoreOutput):
+            rows.append(_encode(step.op, UNUSED, *places, *([] if step.op is Op.STORE_WEIGHT else [step.index])))
             continue
         assert step.op is not None
-        place[id(step)] = registers[step.kind].take()
+        place[id(step)] = registers[step.kind].allocate()
         is_indexed = step.op in (Op.LOAD_STATE, Op.LOAD_STAT)
-        rows.append(_row(step.op, place[id(step)], *places, *([step.index] if is_indexed else [])))
-    return Code(
+        rows.append(_encode(step.op, place[id(step)], *places, *([step.index] if is_indexed else [])))
+    return RowCode(
         instructions=torch.tensor(rows, dtype=torch.int32).view(-1, 5),
         num_element_registers=registers["element"].num_used,
         num_row_registers=registers["row"].num_used,
     )
 
 
-def _row(op: Op, dst: int, *operands: int) -> tuple[int, ...]:
+def _encode(op: Op, dst: int, *operands: int) -> tuple[int, ...]:
     return (int(op), dst, *operands, *[UNUSED] * (3 - len(operands)))

@@ -91,7 +91,7 @@ def where(condition: Value, chosen: Value, other: Value) -> Value:
     return torch.where(condition, chosen, other)
 
 
-def block_sums(values: Tensor) -> Tensor:
+def sum_in_blocks(values: Tensor) -> Tensor:
     """[U, D] -> [U, ceil(D / 16)]: each block of 16 columns added as a fixed tree, whatever the shard's width."""
     padded = functional.pad(values, (0, -values.shape[1] % COLUMN_BLOCK))
     tree = padded.unflatten(1, (-1, COLUMN_BLOCK))
@@ -101,7 +101,7 @@ def block_sums(values: Tensor) -> Tensor:
     return tree.squeeze(-1)
 
 
-def sum_blocks(sums: Tensor) -> Tensor:
+def sum_across_blocks(sums: Tensor) -> Tensor:
     """[U, blocks] -> [U]: blocks added from left to right, so that column shards do not change the sum."""
     total = sums[:, 0]
     for block in range(1, sums.shape[1]):
@@ -109,7 +109,7 @@ def sum_blocks(sums: Tensor) -> Tensor:
     return total
 
 
-def as_values(state: RowState) -> Values:
+def broadcast_state(state: RowState) -> Values:
     """Stored state as values that broadcast: [rows] becomes [rows, 1]."""
     return {name: tensor[:, None] if tensor.dim() == 1 else tensor for name, tensor in state.items()}
 
@@ -126,8 +126,8 @@ def reference_step(
     w, g = rows.to(dtype), gradient.to(dtype)
     stats: Values = {}
     for stage in optimizer.row_stats:
-        summands = stage(w, g, as_values(state), dict(stats), hyper)
-        stats.update({name: sum_blocks(block_sums(summand))[:, None] for name, summand in summands.items()})
+        summands = stage(w, g, broadcast_state(state), dict(stats), hyper)
+        stats.update({name: sum_across_blocks(sum_in_blocks(summand))[:, None] for name, summand in summands.items()})
     return apply_update(optimizer, w, g, state, stats, hyper)
 
 
@@ -135,12 +135,12 @@ def apply_update(
     optimizer: RowOptimizer, w: Tensor, g: Tensor, state: RowState, stats: Values, hyper: Hyper
 ) -> tuple[Tensor, RowState]:
     """The update of columns [U, D] given the statistics of their whole rows [U, 1], in the shapes that are stored."""
-    new_w, new_state = optimizer.update(w, g, as_values(state), stats, hyper)
-    stored = {name: _shaped(new_state[name], like=old) for name, old in state.items()}
-    return _shaped(new_w, like=w), stored
+    new_w, new_state = optimizer.update(w, g, broadcast_state(state), stats, hyper)
+    stored = {name: _shape_like(new_state[name], like=old) for name, old in state.items()}
+    return _shape_like(new_w, like=w), stored
 
 
-def _shaped(value: Value, like: Tensor) -> Tensor:
+def _shape_like(value: Value, like: Tensor) -> Tensor:
     """A value that may be narrower, as stored: [U, 1] becomes [U] or [U, D], a number fills all."""
     if not isinstance(value, Tensor):
         return torch.full_like(like, value)

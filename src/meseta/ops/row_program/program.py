@@ -1,6 +1,6 @@
 """A row optimizer as a program: the same few instructions for the compiled core, GPU kernels and plain torch.
 
-The optimizer's Python runs once on symbols (`trace`), whose graph is lowered to `Code`, instructions on registers.
+The optimizer's Python runs once on symbols (`trace`), whose graph is lowered to `RowCode`, instructions on registers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.ops.row_program.lowering import FIRST_UNIFORM, Code, Store, lower
-from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, block_sums, sum_blocks
-from meseta.ops.row_program.symbols import ALLOWED, Graph, Kind, Number, NumberEntry, Op, Symbol
+from meseta.ops.row_program.lowering import FIRST_UNIFORM, RowCode, StoreOutput, lower
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, sum_across_blocks, sum_in_blocks
+from meseta.ops.row_program.symbols import (
+    SUPPORTED_OPERATIONS,
+    Kind,
+    NumberEntry,
+    Op,
+    ScalarSymbol,
+    Symbol,
+    SymbolGraph,
+)
 from meseta.spec import MesetaError
 
-RESERVED_STATES = ("id", "row")
+RESERVED_STATE_NAMES = ("id", "row")
 """What checkpoints call something else."""
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class RowProgram:
     """Everything that runs a row optimizer without its Python."""
 
     name: str
@@ -34,11 +42,11 @@ class Program:
     """'element' for [rows, D], 'row' for [rows]."""
     stat_names: tuple[tuple[str, ...], ...]
     """Statistics of each stage; LOAD_STAT counts through all stages."""
-    whole: Code
+    fused_update: RowCode
     """The update where rows are whole: statistics are summed on the way (SUM)."""
-    stages: tuple[Code, ...]
+    stages: tuple[RowCode, ...]
     """For each stage: compute and store its summands, with the statistics of former stages loaded."""
-    given: Code
+    staged_update: RowCode
     """The update with all statistics loaded."""
     numbers: tuple[NumberEntry, ...]
     """Fields of Hyper, constants, and functions of former numbers."""
@@ -68,7 +76,7 @@ def state_kinds(optimizer: RowOptimizer) -> dict[str, Kind]:
     owner = f"row optimizer {optimizer.name!r}"
     kinds: dict[str, Kind] = {}
     for name, tensor in optimizer.init(torch.zeros(2, 3)).items():
-        if not name.isidentifier() or name in RESERVED_STATES:
+        if not name.isidentifier() or name in RESERVED_STATE_NAMES:
             raise MesetaError(f"{owner}: the state name {name!r} must be an identifier other than 'id' and 'row'")
         if tuple(tensor.shape) not in ((2, 3), (2,)) or tensor.dtype != torch.float32:
             raise MesetaError(
@@ -80,7 +88,7 @@ def state_kinds(optimizer: RowOptimizer) -> dict[str, Kind]:
 
 
 @cache
-def trace(optimizer: RowOptimizer) -> Program:
+def trace(optimizer: RowOptimizer) -> RowProgram:
     """The program of an optimizer, made at the first use of the record.
 
     Raises MesetaError, with what is allowed, for Python that symbols cannot follow, states that change their names
@@ -96,7 +104,7 @@ class _Tracer:
         self.optimizer = optimizer
         self.owner = f"row optimizer {optimizer.name!r}"
         self.kinds = state_kinds(optimizer)
-        self.graph = Graph()
+        self.graph = SymbolGraph()
         self.w = self.graph.leaf(Op.LOAD_WEIGHT, "element")
         self.g = self.graph.leaf(None, "element")
         names = enumerate(self.kinds.items())
@@ -104,10 +112,10 @@ class _Tracer:
         fields = {name: self.graph.hyper(name) for name in ("lr", "step", "embedding_dim")}
         self.hyper = _SymbolicHyper(**fields)
 
-    def program(self) -> Program:
+    def program(self) -> RowProgram:
         given: dict[str, Symbol] = {}
         summed: dict[str, Symbol] = {}
-        stages: list[list[Store]] = []
+        stages: list[list[StoreOutput]] = []
         stat_names: list[tuple[str, ...]] = []
         for stage in self.optimizer.row_stats:
             summands = self._summands(stage, given)
@@ -115,18 +123,18 @@ class _Tracer:
                 summed[name] = self.graph.symbol(Op.SUM, summand)
             for name in summands:
                 given[name] = self.graph.leaf(Op.LOAD_STAT, "row", len(given))
-            stages.append([Store(Op.STORE_STAT, summand, k) for k, summand in enumerate(summands.values())])
+            stages.append([StoreOutput(Op.STORE_STAT, summand, k) for k, summand in enumerate(summands.values())])
             stat_names.append(tuple(summands))
         slots: dict[int, int] = {}
         name = self.optimizer.name
-        return Program(
+        return RowProgram(
             name=name,
             state_names=tuple(self.kinds),
             state_kinds=tuple(self.kinds.values()),
             stat_names=tuple(stat_names),
-            whole=lower(name, self._update(summed), slots),
+            fused_update=lower(name, self._update(summed), slots),
             stages=tuple(lower(name, stores, slots) for stores in stages),
-            given=lower(name, self._update(given), slots),
+            staged_update=lower(name, self._update(given), slots),
             numbers=tuple(self.graph.numbers),
             uniforms=tuple(slots),
         )
@@ -142,7 +150,7 @@ class _Tracer:
                 raise MesetaError(f"{self.owner}: the summand {name!r} must be a value per element, as g * g is")
         return summands
 
-    def _update(self, stats: dict[str, Symbol]) -> list[Store]:
+    def _update(self, stats: dict[str, Symbol]) -> list[StoreOutput]:
         """What the update stores; what stays as it was is not stored."""
         answer = self._run(self.optimizer.update, stats)
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
@@ -150,14 +158,18 @@ class _Tracer:
         rows, state = answer
         if set(state) != set(self.kinds):
             raise MesetaError(f"{self.owner}: update returns the state {sorted(state)}, but init {sorted(self.kinds)}")
-        stores = [] if rows is self.w else [Store(Op.STORE_WEIGHT, self._stored(rows, "the rows", "element"))]
+        stores = (
+            [] if rows is self.w else [StoreOutput(Op.STORE_WEIGHT, self._check_stored(rows, "the rows", "element"))]
+        )
         for index, (name, kind) in enumerate(self.kinds.items()):
             if state[name] is not self.state[name]:
-                stores.append(Store(Op.STORE_STATE, self._stored(state[name], f"state {name!r}", kind), index))
+                stores.append(
+                    StoreOutput(Op.STORE_STATE, self._check_stored(state[name], f"state {name!r}", kind), index)
+                )
         return stores
 
-    def _stored(self, value: Any, what: str, kind: Kind) -> Symbol | Number:
-        if isinstance(value, bool) or not isinstance(value, Symbol | Number | int | float):
+    def _check_stored(self, value: Any, what: str, kind: Kind) -> Symbol | ScalarSymbol:
+        if isinstance(value, bool) or not isinstance(value, Symbol | ScalarSymbol | int | float):
             raise MesetaError(f"{self.owner}: {what} must be a value or a number, got {type(value).__name__}")
         stored = self.graph.operand(value)
         if kind == "row" and isinstance(stored, Symbol) and stored.kind == "element":
@@ -174,7 +186,7 @@ class _Tracer:
             raise MesetaError(f"{self.owner}: {error}") from error
         except Exception as error:  # whatever Python or torch says to a symbol
             problem = f"{type(error).__name__}: {error}"
-            raise MesetaError(f"{self.owner} cannot be traced ({problem}); {ALLOWED}") from error
+            raise MesetaError(f"{self.owner} cannot be traced ({problem}); {SUPPORTED_OPERATIONS}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +199,7 @@ class _SymbolicHyper(Hyper):
 
 
 @dataclass(frozen=True)
-class Executed:
+class PassResult:
     """What one pass leaves behind."""
 
     weight: Tensor
@@ -198,9 +210,9 @@ class Executed:
     """[U, D] each, of a pass that computes statistics."""
 
 
-def run_code(
-    code: Code, uniforms: Sequence[float], w: Tensor, g: Tensor, state: Sequence[Tensor], stats: Sequence[Tensor]
-) -> Executed:
+def interpret(
+    code: RowCode, uniforms: Sequence[float], w: Tensor, g: Tensor, state: Sequence[Tensor], stats: Sequence[Tensor]
+) -> PassResult:
     """One pass in plain torch: w and g are [U, D], the state [U, D] or [U, 1], statistics of whole rows [U, 1]."""
     registers: dict[int, Tensor] = {0: g}
     registers |= {FIRST_UNIFORM + k: torch.tensor(value, dtype=g.dtype) for k, value in enumerate(uniforms)}
@@ -220,10 +232,10 @@ def run_code(
         elif op is Op.STORE_STAT:
             summands[b] = registers[a]
         elif op is Op.SUM:
-            registers[dst] = sum_blocks(block_sums(registers[a]))[:, None]
+            registers[dst] = sum_across_blocks(sum_in_blocks(registers[a]))[:, None]
         else:
             registers[dst] = _COMPUTE[op](*(registers[operand] for operand in (a, b, c) if operand >= 0))
-    return Executed(weight=new_w, state=new_state, summands=[summands[k] for k in sorted(summands)])
+    return PassResult(weight=new_w, state=new_state, summands=[summands[k] for k in sorted(summands)])
 
 
 def exact_sqrt(value: Tensor) -> Tensor:

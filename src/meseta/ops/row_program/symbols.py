@@ -13,7 +13,7 @@ from meseta.spec import MesetaError
 Kind: TypeAlias = Literal["element", "row"]
 """One number per element, or one per row."""
 
-ALLOWED = (
+SUPPORTED_OPERATIONS = (
     "a row optimizer may use + - * / and unary minus, where(a > b, chosen, other) of meseta.optim, the methods sqrt(), "
     "abs(), sign(), clamp(min=, max=), maximum(value) and minimum(value), and ** between plain numbers such as "
     "h.step; Python's `if` may ask its constants, never a value"
@@ -56,45 +56,45 @@ class Op(IntEnum):
     """a: the summand, per element; b: index within its stage."""
 
 
-def _refused(what: str) -> MesetaError:
-    return MesetaError(f"{what} cannot be traced: {ALLOWED}")
+def _unsupported(what: str) -> MesetaError:
+    return MesetaError(f"{what} cannot be traced: {SUPPORTED_OPERATIONS}")
 
 
-class _Restricted:
+class _SymbolBase:
     """What neither symbol can do, so that it fails with words and not in silence."""
 
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        raise _refused("a decision in Python that depends on a value")
+        raise _unsupported("a decision in Python that depends on a value")
 
     def __eq__(self, other: object) -> bool:
-        raise _refused("==")
+        raise _unsupported("==")
 
     def __ne__(self, other: object) -> bool:
-        raise _refused("!=")
+        raise _unsupported("!=")
 
     def __ge__(self, other: object) -> bool:
-        raise _refused(">=")
+        raise _unsupported(">=")
 
     def __le__(self, other: object) -> bool:
-        raise _refused("<=")
+        raise _unsupported("<=")
 
     def _in_place(self, other: object) -> Any:
-        raise _refused("an update in place (+=, -=, *=, /=), which would change the caller's tensors,")
+        raise _unsupported("an update in place (+=, -=, *=, /=), which would change the caller's tensors,")
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _in_place
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and torch ask for these themselves
             raise AttributeError(name)
-        raise _refused(f"the method or attribute {name!r}")
+        raise _unsupported(f"the method or attribute {name!r}")
 
 
-class Number(_Restricted):
+class ScalarSymbol(_SymbolBase):
     """A symbol for a number that is equal for all rows: lr, step, embedding_dim, and what is made of them."""
 
-    def __init__(self, graph: Graph, index: int) -> None:
+    def __init__(self, graph: SymbolGraph, index: int) -> None:
         self.graph = graph
         self.index = index
         """Position in `graph.numbers`."""
@@ -142,18 +142,20 @@ class Number(_Restricted):
     def __gt__(self, other: object) -> Any:
         if isinstance(other, Symbol):
             return NotImplemented
-        raise _refused("a comparison of two plain numbers")
+        raise _unsupported("a comparison of two plain numbers")
 
     def __lt__(self, other: object) -> Any:
         if isinstance(other, Symbol):
             return NotImplemented
-        raise _refused("a comparison of two plain numbers")
+        raise _unsupported("a comparison of two plain numbers")
 
 
-class Symbol(_Restricted):
+class Symbol(_SymbolBase):
     """A symbol for a value per element or per row: one node of the graph."""
 
-    def __init__(self, graph: Graph, op: Op | None, operands: tuple[Symbol | Number, ...], index: int = 0) -> None:
+    def __init__(
+        self, graph: SymbolGraph, op: Op | None, operands: tuple[Symbol | ScalarSymbol, ...], index: int = 0
+    ) -> None:
         self.graph = graph
         self.op = op
         """None: the gradient, which is there from the start."""
@@ -188,10 +190,10 @@ class Symbol(_Restricted):
         return reciprocal if isinstance(other, int | float) and other == 1 else reciprocal * other
 
     def __pow__(self, other: Any) -> Symbol:
-        raise _refused("a power of a value (write g * g)")
+        raise _unsupported("a power of a value (write g * g)")
 
     def __rpow__(self, other: Any) -> Symbol:
-        raise _refused("a value in an exponent")
+        raise _unsupported("a value in an exponent")
 
     def __neg__(self) -> Symbol:
         return self.graph.symbol(Op.NEG, self)
@@ -217,19 +219,19 @@ class Symbol(_Restricted):
     def maximum(self, other: Any) -> Symbol:
         """The larger of two values."""
         if not isinstance(other, Symbol):
-            raise _refused("maximum of a plain number (write clamp(min=number))")
+            raise _unsupported("maximum of a plain number (write clamp(min=number))")
         return self.graph.symbol(Op.MAX, self, other)
 
     def minimum(self, other: Any) -> Symbol:
         """The smaller of two values."""
         if not isinstance(other, Symbol):
-            raise _refused("minimum of a plain number (write clamp(max=number))")
+            raise _unsupported("minimum of a plain number (write clamp(max=number))")
         return self.graph.symbol(Op.MIN, self, other)
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
         """Not below `min`, not above `max`, both plain numbers."""
         if isinstance(min, Symbol) or isinstance(max, Symbol):
-            raise _refused("clamp to a value (write maximum(value) or minimum(value))")
+            raise _unsupported("clamp to a value (write maximum(value) or minimum(value))")
         raised = self if min is None else self.graph.symbol(Op.MAX, self, min)
         return raised if max is None else self.graph.symbol(Op.MIN, raised, max)
 
@@ -238,12 +240,12 @@ class Symbol(_Restricted):
 class Condition:
     """`greater > smaller`, for `where` alone."""
 
-    graph: Graph
+    graph: SymbolGraph
     greater: Any
     smaller: Any
 
     def __bool__(self) -> bool:
-        raise _refused("a decision in Python that depends on a value")
+        raise _unsupported("a decision in Python that depends on a value")
 
     def choose(self, chosen: Any, other: Any) -> Symbol:
         """A symbol for `chosen` where the condition holds and `other` elsewhere."""
@@ -259,12 +261,12 @@ NumberEntry: TypeAlias = tuple[Callable[[Any, Any], Any], int, int] | str | int 
 
 
 @dataclass(eq=False)
-class Graph:
+class SymbolGraph:
     """All that one trace has seen."""
 
     symbols: dict[tuple[Any, ...], Symbol] = field(default_factory=dict)
     numbers: list[NumberEntry] = field(default_factory=list)
-    known_numbers: dict[tuple[Any, ...], Number] = field(default_factory=dict)
+    number_cache: dict[tuple[Any, ...], ScalarSymbol] = field(default_factory=dict)
 
     def leaf(self, op: Op | None, kind: Kind, index: int = 0) -> Symbol:
         """The gradient (None), or what LOAD_WEIGHT, LOAD_STATE or LOAD_STAT loads."""
@@ -274,7 +276,7 @@ class Graph:
 
     def symbol(self, op: Op, *arguments: Any) -> Symbol:
         """The node of an operation, made at the first use."""
-        operands: Sequence[Symbol | Number] = [self.operand(argument) for argument in arguments]
+        operands: Sequence[Symbol | ScalarSymbol] = [self.operand(argument) for argument in arguments]
         if op in (Op.ADD, Op.MUL):  # either order gives the same bits
             operands = sorted(operands, key=lambda operand: operand.serial)
         symbol = self.symbols.setdefault((op, *map(id, operands)), Symbol(self, op, tuple(operands)))
@@ -282,24 +284,24 @@ class Graph:
         symbol.kind = "element" if "element" in kinds and op is not Op.SUM else "row"
         return symbol
 
-    def operand(self, value: Any) -> Symbol | Number:
+    def operand(self, value: Any) -> Symbol | ScalarSymbol:
         """A symbol as it is, a plain number as a constant; raises MesetaError for anything else."""
-        if isinstance(value, Symbol | Number):
+        if isinstance(value, Symbol | ScalarSymbol):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _refused(f"{type(value).__name__} as an operand")
+            raise _unsupported(f"{type(value).__name__} as an operand")
         return self._number(repr(value), value=value)
 
-    def hyper(self, name: str) -> Number:
+    def hyper(self, name: str) -> ScalarSymbol:
         """A field of Hyper."""
         return self._number("hyper", name, value=name)
 
-    def number(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Number:
+    def number(self, function: Callable[[Any, Any], Any], a: Any, b: Any) -> ScalarSymbol:
         """A function of two numbers."""
         return self._number(function, a.index, b.index, value=(function, a.index, b.index))
 
-    def _number(self, *key: Any, value: NumberEntry) -> Number:
-        if key not in self.known_numbers:
-            self.known_numbers[key] = Number(self, len(self.numbers))
+    def _number(self, *key: Any, value: NumberEntry) -> ScalarSymbol:
+        if key not in self.number_cache:
+            self.number_cache[key] = ScalarSymbol(self, len(self.numbers))
             self.numbers.append(value)
-        return self.known_numbers[key]
+        return self.number_cache[key]

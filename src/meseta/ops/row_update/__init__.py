@@ -10,10 +10,10 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float
 from meseta.ops.core import core
-from meseta.ops.library import register, takes_shortcut
+from meseta.ops.library import can_bypass_dispatcher, register
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import (
-    FEATURE_FIELDS,
+    NUM_FEATURE_FIELDS,
     Bags,
     CoreFields,
     FeatureGradient,
@@ -21,14 +21,14 @@ from meseta.ops.row_update.call import (
     UpdateCall,
     UpdateGroup,
     check_program,
-    core_fields,
+    pack_core_fields,
 )
-from meseta.ops.tables import KINDS, plain_ids
+from meseta.ops.tables import DTYPE_CODES, contiguous_ids
 from meseta.spec import MesetaError
 
 __all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]
 
-ONLY_CHECK = 3
+CHECK_ONLY_CODE = 3
 """The core's number for rows that it does not step: it checks the call, and the reference steps them."""
 
 
@@ -62,7 +62,7 @@ def row_update(
     call = (
         group.weights,
         group.states,
-        group.program.whole.instructions,
+        group.program.fused_update.instructions,
         group.uniforms(lr, step),
         group.state_is_row,
         group.origins,
@@ -77,8 +77,8 @@ def row_update(
         group.row_ids,
         group.marks,
     )
-    if takes_shortcut(bags.ids):
-        _step(UpdateCall(*call), group.core_fields)
+    if can_bypass_dispatcher(bags.ids):
+        _run_core(UpdateCall(*call), group.core_fields)
     else:
         _operator(*call)
 
@@ -86,26 +86,28 @@ def row_update(
 def _cpu(*arguments: Any) -> None:
     call = UpdateCall(*arguments)
     _check_counts(call)
-    _step(call, core_fields(call.tables, call.states, call.state_is_row, call.origins, call.row_ids, call.marks))
+    _run_core(
+        call, pack_core_fields(call.tables, call.states, call.state_is_row, call.origins, call.row_ids, call.marks)
+    )
 
 
-def _step(call: UpdateCall, fields: CoreFields) -> None:
-    _check(0 <= call.step < 1 << 32, f"step is {call.step}; it must be in 0..2**32-1")
+def _run_core(call: UpdateCall, fields: CoreFields) -> None:
+    _require(0 <= call.step < 1 << 32, f"step is {call.step}; it must be in 0..2**32-1")
     if call.found_inf is not None and call.found_inf.item():
         return
     dtype = call.tables[0].dtype
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    ids = plain_ids("row_update", call.ids)
-    offsets = plain_ids("row_update", call.offsets, "offsets").to(torch.int64)
+    ids = contiguous_ids("row_update", call.ids)
+    offsets = contiguous_ids("row_update", call.offsets, "offsets").to(torch.int64)
     weights = None if call.weights is None else call.weights.to(exact).contiguous()
-    _check(all(g.dim() == 2 for g in call.gradients), "gradients must be [B, columns] or [ids, columns]")
-    _check(weights is None or weights.numel() == ids.numel(), "there must be one weight per id")
+    _require(all(g.dim() == 2 for g in call.gradients), "gradients must be [B, columns] or [ids, columns]")
+    _require(weights is None or weights.numel() == ids.numel(), "there must be one weight per id")
     uniforms = call.uniforms.to(torch.float32).contiguous()
     gradients = [g if g.dtype == exact and g.stride(-1) == 1 else g.to(exact).contiguous() for g in call.gradients]
     try:
         core().row_update(
             *fields,
-            KINDS.get(dtype, ONLY_CHECK),
+            DTYPE_CODES.get(dtype, CHECK_ONLY_CODE),
             call.state_is_row,
             call.code.data_ptr(),
             call.code.size(0),
@@ -125,14 +127,14 @@ def _step(call: UpdateCall, fields: CoreFields) -> None:
         )
     except ValueError as error:
         raise MesetaError(f"row_update: {error}") from None
-    if dtype not in KINDS:
+    if dtype not in DTYPE_CODES:
         try:
             reference.row_update(call)
         except (LookupError, TypeError) as error:
             raise MesetaError(f"row_update: the program does not run ({error}); make it with trace") from None
 
 
-def _check(fine: bool, problem: str) -> None:
+def _require(fine: bool, problem: str) -> None:
     if not fine:
         raise MesetaError(f"row_update: {problem}")
 
@@ -140,15 +142,19 @@ def _check(fine: bool, problem: str) -> None:
 def _check_counts(call: UpdateCall) -> None:
     """Raise MesetaError unless there are as many of everything as the tables, states and features need."""
     num_tables, num_states = len(call.tables), len(call.tables) * len(call.state_is_row)
-    _check(num_tables > 0, "no table was given")
-    _check(call.tables[0].is_floating_point(), f"rows are {call.tables[0].dtype}")
+    _require(num_tables > 0, "no table was given")
+    _require(call.tables[0].is_floating_point(), f"rows are {call.tables[0].dtype}")
     check_program("row_update", call.code, call.uniforms, num_tables, call.step)
-    _check(len(call.states) == num_states, f"{len(call.states)} states were given, and {num_states} are needed")
-    _check(len(call.origins) == 3 * num_tables, f"{len(call.origins)} origins for {num_tables} tables; give 3 for each")
-    _check(call.row_ids is None or len(call.row_ids) == num_tables, "there must be row ids for each table, or for none")
-    _check(call.marks is None or len(call.marks) == num_tables, "there must be marks for each table, or for none")
-    _check(len(call.features) % FEATURE_FIELDS == 0, f"{len(call.features)} numbers of features; give 6 for each")
-    _check(call.num_bags >= 0, f"the number of samples is {call.num_bags}")
+    _require(len(call.states) == num_states, f"{len(call.states)} states were given, and {num_states} are needed")
+    _require(
+        len(call.origins) == 3 * num_tables, f"{len(call.origins)} origins for {num_tables} tables; give 3 for each"
+    )
+    _require(
+        call.row_ids is None or len(call.row_ids) == num_tables, "there must be row ids for each table, or for none"
+    )
+    _require(call.marks is None or len(call.marks) == num_tables, "there must be marks for each table, or for none")
+    _require(len(call.features) % NUM_FEATURE_FIELDS == 0, f"{len(call.features)} numbers of features; give 6 for each")
+    _require(call.num_bags >= 0, f"the number of samples is {call.num_bags}")
 
 
 def _gpu(*arguments: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.row_marks import ROWS_PER_WORD, num_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState
-from meseta.ops.row_program.program import Program, trace
+from meseta.ops.row_program.program import RowProgram, trace
 from meseta.spec import MesetaError
 
 
@@ -83,7 +83,7 @@ class UpdateGroup:
     """In the order in which their contributions are added."""
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> RowProgram:
         """What runs on each row."""
         return trace(self.optimizer)
 
@@ -111,7 +111,7 @@ class UpdateGroup:
     @cached_property
     def origins(self) -> list[int]:
         """For each table: first row, first column, key."""
-        return [n for t in self.tables for n in (t.first_row, t.first_column, signed(t.key))]
+        return [n for t in self.tables for n in (t.first_row, t.first_column, to_int64(t.key))]
 
     @cached_property
     def row_ids(self) -> list[Tensor] | None:
@@ -135,7 +135,7 @@ class UpdateGroup:
     @cached_property
     def core_fields(self) -> CoreFields:
         """What the core is told of the tables and states."""
-        return core_fields(self.weights, self.states, self.state_is_row, self.origins, self.row_ids, self.marks)
+        return pack_core_fields(self.weights, self.states, self.state_is_row, self.origins, self.row_ids, self.marks)
 
     def uniforms(self, lr: float, step: int) -> Tensor:
         """The uniforms of each table in this step, float64 [tables, uniforms]."""
@@ -172,15 +172,15 @@ class UpdateCall:
     marks: list[Tensor] | None = None
     """Likewise."""
 
-    def rows_of(self, table: int, places: Tensor) -> Tensor:
+    def shard_rows(self, table: int, places: Tensor) -> Tensor:
         """Which rows of a shard lie there."""
         row_ids = None if self.row_ids is None or not self.row_ids[table].numel() else self.row_ids[table]
         return places if row_ids is None else row_ids[places]
 
 
-def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
+def unpack_features(numbers: Sequence[int]) -> list[FeatureGradient]:
     """The features of which these are the fields."""
-    fields = [numbers[f : f + FEATURE_FIELDS] for f in range(0, len(numbers), FEATURE_FIELDS)]
+    fields = [numbers[f : f + NUM_FEATURE_FIELDS] for f in range(0, len(numbers), NUM_FEATURE_FIELDS)]
     return [FeatureGradient(p, t, g, c, bool(per_id), bool(weighted)) for p, t, g, c, per_id, weighted in fields]
 
 
@@ -189,7 +189,7 @@ CoreFields = tuple[list[int], list[int]]
 marks or 0 and their words; and the address of each state."""
 
 
-def core_fields(
+def pack_core_fields(
     tables: Sequence[Tensor],
     states: Sequence[Tensor],
     state_is_row: Sequence[bool],
@@ -211,7 +211,7 @@ def core_fields(
         check_origin("row_update", origin)
         fields += [table.data_ptr(), table.size(0), table.size(1), origin[0], origin[1], origin[2] % (1 << 64)]
         fields.append(0 if row_ids is None else row_ids_address(table, row_ids[t]))
-        fields += marks_at(table, None if marks is None else marks[t], None if row_ids is None else row_ids[t])
+        fields += marks_address(table, None if marks is None else marks[t], None if row_ids is None else row_ids[t])
         for is_row, state in zip(state_is_row, states[t * len(state_is_row) :], strict=False):
             wanted = table.shape[:1] if is_row else table.shape
             if state.dtype != exact or state.shape != wanted or not state.is_contiguous():
@@ -236,7 +236,7 @@ def row_ids_address(table: Tensor, row_ids: Tensor | None) -> int:
     return row_ids.data_ptr()
 
 
-def marks_at(table: Tensor, marks: Tensor | None, row_ids: Tensor | None) -> tuple[int, int]:
+def marks_address(table: Tensor, marks: Tensor | None, row_ids: Tensor | None) -> tuple[int, int]:
     """Address and words, 0 where there are none; raises MesetaError for marks that do not fit the table."""
     if marks is None or not marks.numel():
         return 0, 0
@@ -252,7 +252,7 @@ def marks_at(table: Tensor, marks: Tensor | None, row_ids: Tensor | None) -> tup
     return marks.data_ptr(), marks.numel()
 
 
-FEATURE_FIELDS = 6
+NUM_FEATURE_FIELDS = 6
 """Numbers of a FeatureGradient."""
 
 
@@ -301,6 +301,6 @@ def check_origin(operator: str, origin: Sequence[int]) -> None:
         raise MesetaError(f"{operator}: origin {list(origin)}; give a first row and column, not negative, and a key")
 
 
-def signed(key: int) -> int:
+def to_int64(key: int) -> int:
     """A 64-bit key as the int of a schema."""
     return key - (1 << 64) if key >= 1 << 63 else key

@@ -37,7 +37,7 @@ class Buffer {
 };
 
 // A shard of a table.
-struct Target {
+struct TableTarget {
   void* weight;                   // [rows, dim]
   int64_t num_rows, dim;
   int64_t first_row, first_column;  // of the shard, for the random bits
@@ -48,7 +48,7 @@ struct Target {
   uint32_t* marks;                // of who asks for changed rows, see mark_rows; or null
   int64_t num_marks;              // words
   uint32_t* log;                  // the number of rows in a log of those to be marked, and the rows; or null
-  int64_t log_room;               // rows
+  int64_t log_capacity;               // rows
 
   int64_t row(int64_t at) const { return row_ids == nullptr ? at : row_ids[at]; }
 };
@@ -74,18 +74,18 @@ inline void copy_row(const float* from, int64_t dim, float* to) {
 }
 
 template <typename T>
-class Chunk {
+class IndexChunk {
  public:
   const float* uniforms = nullptr;
 
   // The one of this thread, whose memory is kept from step to step.
-  static Chunk& of_thread() {
-    static thread_local Chunk chunk;
+  static IndexChunk& of_thread() {
+    static thread_local IndexChunk chunk;
     return chunk;
   }
 
   // Make room for rows of the table; columns that pad them to whole vectors are zero, and stay it.
-  void shape(const Target& target) {
+  void shape(const TableTarget& target) {
     target_ = &target;
     uniforms = target.uniforms;
     if (dim_ == target.dim) return;
@@ -197,10 +197,10 @@ class Chunk {
     random_.reserve(size_t(n * width_));
     int64_t ids[kMaxRows];
     for (int64_t k = 0; k < n; ++k) ids[k] = target_->row(rows[k]);
-    random_halves(target_->key, step, ids, n, target_->first_row, target_->first_column, width_, random_.data());
+    random_16_bits(target_->key, step, ids, n, target_->first_row, target_->first_column, width_, random_.data());
   }
 
-  const Target* target_ = nullptr;
+  const TableTarget* target_ = nullptr;
   const int64_t* rows_ = nullptr;
   const float* const* gradients_ = nullptr;
   int64_t n_ = 0;

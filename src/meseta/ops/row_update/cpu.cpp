@@ -23,7 +23,7 @@ using namespace meseta;
 namespace {
 
 struct Task {
-  const Table* table;
+  const UpdateTable* table;
   int64_t first_row, last_row;
   double cost;
 };
@@ -35,8 +35,8 @@ struct Scratch {
   Buffer<float> lines;
 };
 
-void expand_samples(const Table& table, const Batch& batch, uint32_t* samples) {
-  for (const Feature& f : table.features)
+void expand_samples(const UpdateTable& table, const UpdateBatch& batch, uint32_t* samples) {
+  for (const GradientSource& f : table.features)
     for (int64_t bag = 0; bag < batch.num_bags; ++bag)
       samples = std::fill_n(samples, f.offsets[bag + 1] - f.offsets[bag], uint32_t(bag));
 }
@@ -55,11 +55,11 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
   std::vector<const float*> gradients(static_cast<size_t>(capacity));
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
-  const Target& target = task.table->target;
+  const TableTarget& target = task.table->target;
   // Where about every word of marks has a row that is met here, words come one after the other: rows are marked as they
   // are met, a few instructions of each that wait for nothing. Elsewhere they are written to a log, where there is one,
   // or their words come with the rows, and are marked some at a time.
-  const bool dense = n * kMarkedRows >= task.last_row - task.first_row && target.row_ids == nullptr;
+  const bool dense = n * kRowsPerWord >= task.last_row - task.first_row && target.row_ids == nullptr;
   const bool marks_at_once = dense && target.marks != nullptr, logs = !dense && target.log != nullptr;
   const bool marks_later = !marks_at_once && !logs;
   const uint64_t *next = entries, *end = entries + n;
@@ -83,7 +83,7 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
     executor.prefetch_rows(rows.data() + slot, count);
     return count;
   };
-  Fetcher<Find> fetcher{find, entries, end, dim};
+  GradientPrefetcher<Find> fetcher{find, entries, end, dim};
   int64_t half = 0, count = delimit(0, capacity);
   while (count > 0) {
     const int64_t other = capacity - half;
@@ -109,8 +109,8 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
 }
 
 template <typename T, typename Id>
-void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scratch& scratch) {
-  const Table& table = *task.table;
+void run_task(const Task& task, const UpdateBatch& batch, Executor<T>& executor, Scratch& scratch) {
+  const UpdateTable& table = *task.table;
   const RowRange range{uint64_t(task.first_row), uint64_t(task.last_row - task.first_row)};
   const DigitCounts counts(range.count, uint64_t(table.num_ids), scratch.counts);
   const int64_t n = count_digits<Id>(table, batch, range, counts);
@@ -123,37 +123,37 @@ void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scrat
   const uint64_t mask = (uint64_t{1} << payload_bits) - 1;
   scratch.entries.reserve(size_t(n) + 1);
   scratch.other.reserve(size_t(n));
-  deal_first<Id>(table, batch, range, by_position, payload_bits, counts, scratch.entries.data());
-  const uint64_t* sorted = deal_rest(counts, n, payload_bits, scratch.entries.data(), scratch.other.data());
+  scatter_first_pass<Id>(table, batch, range, by_position, payload_bits, counts, scratch.entries.data());
+  const uint64_t* sorted = scatter_remaining_passes(counts, n, payload_bits, scratch.entries.data(), scratch.other.data());
   executor.shape(table.target);
-  Table own = table;
+  UpdateTable own = table;
   if (copies) gather_lines(own, batch.num_bags, scratch.lines);
   if (by_position) {
     scratch.samples.reserve(size_t(table.num_ids));
     expand_samples(table, batch, scratch.samples.data());
-    const Positions find{own, batch, scratch.samples.data(), mask};
+    const PositionPayload find{own, batch, scratch.samples.data(), mask};
     update_sorted<T>(find, executor, sorted, n, payload_bits, task, batch.step);
   } else {
-    const Lines find{own.features[0].gradient, own.features[0].stride, mask};
+    const LinePayload find{own.features[0].gradient, own.features[0].stride, mask};
     update_sorted<T>(find, executor, sorted, n, payload_bits, task, batch.step);
   }
 }
 
 // Row ranges of about equal work, the largest first, several per thread.
-std::vector<Task> cut(const std::vector<Table>& tables, int num_threads) {
-  const auto cost = [](const Table& t) { return double(t.num_ids) * double(t.target.dim + 32); };
+std::vector<Task> cut(const std::vector<UpdateTable>& tables, int num_threads) {
+  const auto cost = [](const UpdateTable& t) { return double(t.num_ids) * double(t.target.dim + 32); };
   double total = 0;
-  for (const Table& t : tables) total += cost(t);
+  for (const UpdateTable& t : tables) total += cost(t);
   const double piece = std::max(num_threads == 1 ? total : total / (4.0 * num_threads), 65536.0);
   std::vector<Task> tasks;
-  for (const Table& t : tables) {
+  for (const UpdateTable& t : tables) {
     if (t.num_ids == 0) continue;
     if (t.target.num_rows == 0) throw std::invalid_argument("ids were given for a table without rows");
     const int64_t rows = t.target.num_rows, pieces = std::clamp<int64_t>(int64_t(cost(t) / piece + 0.5), 1, rows);
     for (int64_t p = 0; p < pieces; ++p) {
       // Rows of different tasks share no word of marks.
       const auto border = [&](int64_t q) {
-        return q == pieces ? rows : (rows / pieces * q + std::min(q, rows % pieces)) / kMarkedRows * kMarkedRows;
+        return q == pieces ? rows : (rows / pieces * q + std::min(q, rows % pieces)) / kRowsPerWord * kRowsPerWord;
       };
       tasks.push_back({&t, border(p), border(p + 1), cost(t) / double(pieces)});
     }
@@ -163,7 +163,7 @@ std::vector<Task> cut(const std::vector<Table>& tables, int num_threads) {
 }
 
 template <typename T, typename Id>
-void run(const std::vector<Task>& tasks, const Batch& batch, const Program& program, int num_threads) {
+void run(const std::vector<Task>& tasks, const UpdateBatch& batch, const RowProgram& program, int num_threads) {
   std::atomic<int64_t> next{0};
   parallel(std::min<int>(num_threads, int(tasks.size())), [&](int) {
     static thread_local Scratch scratch;
@@ -174,7 +174,7 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
 }
 
 template <typename T>
-void run(const std::vector<Task>& tasks, const Batch& batch, const Program& program, int num_threads) {
+void run(const std::vector<Task>& tasks, const UpdateBatch& batch, const RowProgram& program, int num_threads) {
   batch.wide_ids ? run<T, int64_t>(tasks, batch, program, num_threads)
                  : run<T, int32_t>(tasks, batch, program, num_threads);
 }
@@ -182,22 +182,22 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
 // The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0, marks or 0, words
 // of them, with a log behind them or without).
 constexpr size_t kTableFields = 9;
-std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
+std::vector<UpdateTable> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
                                size_t num_states, const float* uniforms, size_t num_uniforms) {
-  std::vector<Table> tables;
+  std::vector<UpdateTable> tables;
   for (size_t t = 0; t * kTableFields + kTableFields <= fields.size(); ++t) {
     const uint64_t* x = fields.data() + t * kTableFields;
-    Table table{};
+    UpdateTable table{};
     table.target = {reinterpret_cast<void*>(x[0]), int64_t(x[1]), int64_t(x[2]), int64_t(x[3]), int64_t(x[4]),
                     x[5],                          {},            uniforms + t * num_uniforms,
                     reinterpret_cast<const int64_t*>(x[6]),
                     reinterpret_cast<uint32_t*>(x[7]),
                     int64_t(x[8]),                 nullptr,       0};
-    Target& target = table.target;
-    const int64_t words = (target.num_rows + kMarkedRows - 1) / kMarkedRows;
+    TableTarget& target = table.target;
+    const int64_t words = (target.num_rows + kRowsPerWord - 1) / kRowsPerWord;
     if (target.marks != nullptr && target.row_ids == nullptr && target.num_marks > words) {
       target.log = target.marks + words;
-      target.log_room = target.num_marks - words - 1;
+      target.log_capacity = target.num_marks - words - 1;
       target.num_marks = words;
     }
     if (table.target.dim < 1) throw std::invalid_argument("a table has no columns");
@@ -209,8 +209,8 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
 }
 
 // How the entries of each table are packed; refuses what does not fit 64 bits.
-void pack(Table& table, const Batch& batch) {
-  for (const Feature& f : table.features) {
+void pack(UpdateTable& table, const UpdateBatch& batch) {
+  for (const GradientSource& f : table.features) {
     table.num_ids += f.offsets[batch.num_bags] - f.offsets[0];
     table.needs_positions |= f.weighted || f.per_id;
   }
@@ -227,21 +227,21 @@ void pack(Table& table, const Batch& batch) {
 // matrices of gradients: for each (address, rows, columns, floats from one row to the next).
 constexpr size_t kFeatureFields = 6, kMatrixFields = 4;
 
-void add_features(std::vector<Table>& tables, const std::vector<int64_t>& fields, const std::vector<uint64_t>& matrices,
-                  const Batch& batch, int64_t num_offsets) {
+void add_features(std::vector<UpdateTable>& tables, const std::vector<int64_t>& fields, const std::vector<uint64_t>& matrices,
+                  const UpdateBatch& batch, int64_t num_offsets) {
   for (size_t i = 0; i + kFeatureFields <= fields.size(); i += kFeatureFields) {
     const int64_t position = fields[i], t = fields[i + 1], m = fields[i + 2], column = fields[i + 3];
     if (t < 0 || m < 0 || t >= int64_t(tables.size()) || m >= int64_t(matrices.size() / kMatrixFields))
-      refuse("feature ", position, " names table ", t, " and gradient ", m, ", which were not given");
+      throw_invalid_argument("feature ", position, " names table ", t, " and gradient ", m, ", which were not given");
     if (position < 0 || position >= (num_offsets - 1) / batch.num_bags)
-      refuse("feature ", position, " with ", batch.num_bags, " samples lies outside ", num_offsets, " offsets");
-    Table& table = tables[size_t(t)];
+      throw_invalid_argument("feature ", position, " with ", batch.num_bags, " samples lies outside ", num_offsets, " offsets");
+    UpdateTable& table = tables[size_t(t)];
     const int64_t* offsets = batch.offsets + position * batch.num_bags;
     const bool per_id = fields[i + 4] != 0;
     const uint64_t* matrix = matrices.data() + size_t(m) * kMatrixFields;
     const int64_t lines = per_id ? offsets[batch.num_bags] - offsets[0] : batch.num_bags, width = table.target.dim;
     if (int64_t(matrix[1]) != lines || column < 0 || column > int64_t(matrix[2]) - width)
-      refuse("feature ", position, " needs ", lines, " gradients of ", width, " columns from column ", column,
+      throw_invalid_argument("feature ", position, " needs ", lines, " gradients of ", width, " columns from column ", column,
              " on, but its matrix is [", matrix[1], ", ", matrix[2], "]");
     table.features.push_back({reinterpret_cast<const float*>(matrix[0]) + column, int64_t(matrix[3]), per_id,
                               fields[i + 5] != 0 && batch.weights != nullptr, offsets});
@@ -249,13 +249,13 @@ void add_features(std::vector<Table>& tables, const std::vector<int64_t>& fields
 }
 
 template <typename Id>
-void check_ids(const std::vector<Table>& tables, const Batch& batch) {
+void check_ids(const std::vector<UpdateTable>& tables, const UpdateBatch& batch) {
   const Id* ids = static_cast<const Id*>(batch.ids);
-  for (const Table& table : tables)
-    for (const Feature& f : table.features)
+  for (const UpdateTable& table : tables)
+    for (const GradientSource& f : table.features)
       for (int64_t i = f.offsets[0]; i < f.offsets[batch.num_bags]; ++i)
         if (ids[i] < 0 || ids[i] >= table.target.num_rows)
-          refuse("id ", ids[i], " is outside 0..", table.target.num_rows - 1);
+          throw_invalid_argument("id ", ids[i], " is outside 0..", table.target.num_rows - 1);
 }
 
 // `kind`: 0 float, 1 half, 2 bfloat; 3: rows of a type that the core does not step, for which it only checks.
@@ -265,22 +265,22 @@ void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uin
                 uintptr_t ids, int64_t num_ids, bool wide_ids, uintptr_t offsets, int64_t num_offsets, int64_t num_bags,
                 uintptr_t weights, uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0, 0);
-  const Batch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
+  const RowProgram program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0, 0);
+  const UpdateBatch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
                     num_bags,                           reinterpret_cast<const float*>(weights), step};
   if (num_bags <= 0) return;
   check_bounds("offsets", batch.offsets, num_offsets, num_ids);
-  std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
+  std::vector<UpdateTable> tables = read_tables(table_fields, states, state_is_row.size(),
                                           reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
   add_features(tables, features, matrices, batch, num_offsets);
   if (kind > 2) return wide_ids ? check_ids<int64_t>(tables, batch) : check_ids<int32_t>(tables, batch);
-  for (Table& table : tables) pack(table, batch);
-  std::vector<Table*> full;
-  for (Table& table : tables)
-    if (!has_room(table.target, table.num_ids)) full.push_back(&table);
+  for (UpdateTable& table : tables) pack(table, batch);
+  std::vector<UpdateTable*> full;
+  for (UpdateTable& table : tables)
+    if (!log_has_capacity(table.target, table.num_ids)) full.push_back(&table);
   if (!full.empty())
     parallel_tasks(num_threads, int64_t(full.size()), [&](int64_t t) {
-      empty_log(full[size_t(t)]->target, full[size_t(t)]->num_ids);
+      flush_log(full[size_t(t)]->target, full[size_t(t)]->num_ids);
     });
   const std::vector<Task> tasks = cut(tables, num_threads);
   if (kind == 0) run<float>(tasks, batch, program, num_threads);
@@ -289,7 +289,7 @@ void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uin
 }
 
 template <typename T>
-void apply(const Program& program, const Target& target, const int64_t* rows, const float* gradient, int64_t num_rows,
+void apply(const RowProgram& program, const TableTarget& target, const int64_t* rows, const float* gradient, int64_t num_rows,
            const float* stats, float* summands, uint32_t step, int num_threads) {
   constexpr int64_t kPiece = 4096;
   const int64_t blocks = (target.dim + kLanes - 1) / kLanes;
@@ -317,11 +317,11 @@ void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint
                int num_uniforms, int num_stats, int num_sums, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
                uintptr_t summands, uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms,
+  const RowProgram program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms,
                         num_stats, num_sums);
-  const std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
+  const std::vector<UpdateTable> tables = read_tables(table_fields, states, state_is_row.size(),
                                                 reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
-  const Target& target = tables.at(0).target;
+  const TableTarget& target = tables.at(0).target;
   const auto* row = reinterpret_cast<const int64_t*>(rows);
   for (int64_t i = 0; i < num_rows; ++i)
     if (row[i] < 0 || row[i] >= target.num_rows || (i > 0 && row[i] <= row[i - 1]))

@@ -55,12 +55,12 @@ class DigitCounts {
 
 // Counts the digits of the rows in the range, and returns how many rows these are. Refuses ids outside the table.
 template <typename Id>
-int64_t count_digits(const Table& table, const Batch& batch, RowRange range, const DigitCounts& counts) {
+int64_t count_digits(const UpdateTable& table, const UpdateBatch& batch, RowRange range, const DigitCounts& counts) {
   constexpr int64_t kBlock = 256;
   const Id* ids = static_cast<const Id*>(batch.ids);
   uint64_t rows[kBlock], worst = 0;
   int64_t total = 0;
-  for (const Feature& f : table.features) {
+  for (const GradientSource& f : table.features) {
     for (int64_t i = f.offsets[0], end = f.offsets[batch.num_bags]; i < end; i += kBlock) {
       const int64_t size = std::min(kBlock, end - i);
       int64_t n = 0;
@@ -75,13 +75,13 @@ int64_t count_digits(const Table& table, const Batch& batch, RowRange range, con
     }
   }
   if (worst >= uint64_t(table.target.num_rows))
-    refuse("id ", int64_t(worst), " is outside 0..", table.target.num_rows - 1);
+    throw_invalid_argument("id ", int64_t(worst), " is outside 0..", table.target.num_rows - 1);
   return total;
 }
 
 // Entries in the order of their rows' lowest digit. `entries` has room for one more than there are.
 template <typename Id>
-void deal_first(const Table& table, const Batch& batch, RowRange range, bool by_position, int payload_bits,
+void scatter_first_pass(const UpdateTable& table, const UpdateBatch& batch, RowRange range, bool by_position, int payload_bits,
                 const DigitCounts& counts, uint64_t* entries) {
   const Id* ids = static_cast<const Id*>(batch.ids);
   uint32_t* const ends = counts.of(0);
@@ -93,7 +93,7 @@ void deal_first(const Table& table, const Batch& batch, RowRange range, bool by_
     end += inside;
   };
   uint64_t position = 0, first_line = 0;
-  for (const Feature& f : table.features) {
+  for (const GradientSource& f : table.features) {
     if (by_position) {
       for (int64_t i = f.offsets[0]; i < f.offsets[batch.num_bags]; ++i) put(i, position++);
     } else {
@@ -105,7 +105,7 @@ void deal_first(const Table& table, const Batch& batch, RowRange range, bool by_
 }
 
 // The other passes; returns the buffer that holds the result, `entries` or `other`.
-inline const uint64_t* deal_rest(const DigitCounts& counts, int64_t n, int payload_bits, uint64_t* entries,
+inline const uint64_t* scatter_remaining_passes(const DigitCounts& counts, int64_t n, int payload_bits, uint64_t* entries,
                                  uint64_t* other) {
   for (int pass = 1; pass < counts.num_passes(); ++pass) {
     uint32_t* const ends = counts.of(pass);

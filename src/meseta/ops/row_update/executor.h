@@ -26,14 +26,14 @@ struct Instruction {
 
 constexpr int32_t kFirstRow = 64, kFirstUniform = 128, kUnused = -1;
 
-struct Program {
+struct RowProgram {
   std::vector<Instruction> code;
   std::vector<bool> state_is_row;
   int num_uniforms, num_stats, num_sums;
   int num_element_registers = 1, num_row_registers = 0;
 
   // Everything that an instruction may name is checked here, once, so that running needs no checks.
-  Program(const int32_t* words, int64_t num_instructions, std::vector<bool> state_kinds, int uniforms, int stats,
+  RowProgram(const int32_t* words, int64_t num_instructions, std::vector<bool> state_kinds, int uniforms, int stats,
           int sums)
       : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats), num_sums(sums) {
     for (int64_t i = 0; i < num_instructions; ++i) {
@@ -114,13 +114,13 @@ struct Program {
 template <typename T>
 class Executor {
  public:
-  explicit Executor(const Program& program) : program_(program) {
+  explicit Executor(const RowProgram& program) : program_(program) {
     for (const FusedProgram<T>& known : fused_programs<T>())
       if (program.is(known.instructions)) fused_ = known.run;
   }
 
   // Make room for rows of `dim` columns; pads them to whole vectors.
-  void shape(const Target& target) {
+  void shape(const TableTarget& target) {
     target_ = &target;
     chunk_.shape(target);
     if (dim_ == target.dim) return;
@@ -349,11 +349,11 @@ class Executor {
     for (int64_t k = 0; k < n; ++k) state[rows[k]] = values == nullptr ? uniform(x.a) : values[k];
   }
 
-  const Program& program_;
-  const Target* target_ = nullptr;
+  const RowProgram& program_;
+  const TableTarget* target_ = nullptr;
   int64_t dim_ = 0, width_ = 0, capacity_ = 0;
-  void (*fused_)(Chunk<T>&) = nullptr;
-  Chunk<T>& chunk_ = Chunk<T>::of_thread();
+  void (*fused_)(IndexChunk<T>&) = nullptr;
+  IndexChunk<T>& chunk_ = IndexChunk<T>::of_thread();
   Buffer<float> elements_, rows_, spread_, sums_;
 };
 

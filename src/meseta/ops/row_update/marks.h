@@ -10,61 +10,61 @@
 
 namespace meseta {
 
-constexpr int64_t kMarkedRows = 16;  // of a word
-constexpr uint32_t kMarks = 3;       // of a row: one bit for each who asks
+constexpr int64_t kRowsPerWord = 16;  // of a word
+constexpr uint32_t kAllMarks = 3;       // of a row: one bit for each who asks
 
-inline uint32_t* word_of(uint32_t* marks, int64_t row) { return marks + uint64_t(row) / kMarkedRows; }
-inline uint32_t place_of(int64_t row) { return uint32_t(row) % uint32_t(kMarkedRows) * 2; }  // in its word
+inline uint32_t* mark_word(uint32_t* marks, int64_t row) { return marks + uint64_t(row) / kRowsPerWord; }
+inline uint32_t mark_shift(int64_t row) { return uint32_t(row) % uint32_t(kRowsPerWord) * 2; }  // in its word
 
-inline bool is_marked(const Target& target, int64_t row) {
-  return (*word_of(target.marks, row) >> place_of(row) & kMarks) == kMarks;
+inline bool is_marked(const TableTarget& target, int64_t row) {
+  return (*mark_word(target.marks, row) >> mark_shift(row) & kAllMarks) == kAllMarks;
 }
 
-inline void prefetch_marks(const Target& target, const int64_t* rows, int64_t n) {
+inline void prefetch_marks(const TableTarget& target, const int64_t* rows, int64_t n) {
   if (target.marks == nullptr) return;
-  for (int64_t k = 0; k < n; ++k) __builtin_prefetch(word_of(target.marks, target.row(rows[k])), 1);
+  for (int64_t k = 0; k < n; ++k) __builtin_prefetch(mark_word(target.marks, target.row(rows[k])), 1);
 }
 
 // Marks rows that no other thread shares a word with. Most are marked already: a chunk of those is only read, so that no
 // row waits for the word that the one before it has written.
 template <typename Row>
-void mark_rows_alone(uint32_t* marks, const Row* rows, int64_t n) {
-  uint32_t marked = kMarks;
+void mark_rows_unshared(uint32_t* marks, const Row* rows, int64_t n) {
+  uint32_t marked = kAllMarks;
 #pragma GCC unroll 8
-  for (int64_t k = 0; k < n; ++k) marked &= *word_of(marks, rows[k]) >> place_of(rows[k]);
-  if (marked == kMarks) return;
-  for (int64_t k = 0; k < n; ++k) *word_of(marks, rows[k]) |= kMarks << place_of(rows[k]);
+  for (int64_t k = 0; k < n; ++k) marked &= *mark_word(marks, rows[k]) >> mark_shift(rows[k]);
+  if (marked == kAllMarks) return;
+  for (int64_t k = 0; k < n; ++k) *mark_word(marks, rows[k]) |= kAllMarks << mark_shift(rows[k]);
 }
 
-// Rows to be marked later, from any thread; there is room: see empty_log.
-inline void log_rows(const Target& target, const int64_t* rows, int64_t n) {
+// Rows to be marked later, from any thread; there is room: see flush_log.
+inline void log_rows(const TableTarget& target, const int64_t* rows, int64_t n) {
   const uint32_t first = std::atomic_ref(*target.log).fetch_add(uint32_t(n), std::memory_order_relaxed);
   for (int64_t k = 0; k < n; ++k) target.log[1 + first + uint64_t(k)] = uint32_t(rows[k]);
 }
 
-inline bool has_room(const Target& target, int64_t num_rows) {
-  return target.log == nullptr || *target.log + num_rows <= target.log_room;
+inline bool log_has_capacity(const TableTarget& target, int64_t num_rows) {
+  return target.log == nullptr || *target.log + num_rows <= target.log_capacity;
 }
 
 // Mark the rows of a log; where it has no room for so many when it is empty, rows are marked as they are stepped.
-inline void empty_log(Target& target, int64_t num_rows) {
+inline void flush_log(TableTarget& target, int64_t num_rows) {
   constexpr int64_t kChunk = 64;
   for (int64_t at = 0, n = *target.log; at < n; at += kChunk)
-    mark_rows_alone(target.marks, target.log + 1 + at, std::min(kChunk, n - at));
+    mark_rows_unshared(target.marks, target.log + 1 + at, std::min(kChunk, n - at));
   *target.log = 0;
-  if (num_rows > target.log_room) target.log = nullptr;
+  if (num_rows > target.log_capacity) target.log = nullptr;
 }
 
 // Marks rows for all who ask. `alone`: no other thread has rows of these words, unless rows lie in slots.
-inline void mark_rows(const Target& target, const int64_t* rows, int64_t n, bool alone) {
+inline void mark_rows(const TableTarget& target, const int64_t* rows, int64_t n, bool alone) {
   if (target.marks == nullptr) return;
-  if (alone && target.row_ids == nullptr) return mark_rows_alone(target.marks, rows, n);  // so many there are: call.py
+  if (alone && target.row_ids == nullptr) return mark_rows_unshared(target.marks, rows, n);  // so many there are: call.py
   for (int64_t k = 0; k < n; ++k) {
     const int64_t row = target.row(rows[k]);
-    if (row < 0 || row / kMarkedRows >= target.num_marks)
-      refuse("row ", row, " lies outside the marks of ", target.num_marks * kMarkedRows, " rows");
-    const std::atomic_ref word(*word_of(target.marks, row));
-    const uint32_t bits = kMarks << place_of(row);
+    if (row < 0 || row / kRowsPerWord >= target.num_marks)
+      throw_invalid_argument("row ", row, " lies outside the marks of ", target.num_marks * kRowsPerWord, " rows");
+    const std::atomic_ref word(*mark_word(target.marks, row));
+    const uint32_t bits = kAllMarks << mark_shift(row);
     if ((word.load(std::memory_order_relaxed) & bits) != bits) word.fetch_or(bits, std::memory_order_relaxed);
   }
 }

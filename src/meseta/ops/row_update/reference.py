@@ -9,62 +9,62 @@ from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.random_rows.reference import philox
-from meseta.ops.row_marks import words_of
-from meseta.ops.row_program.lowering import Code
-from meseta.ops.row_program.optimizer import block_sums, compute_dtype
-from meseta.ops.row_program.program import run_code
-from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall, read_features
+from meseta.ops.row_marks import mark_words
+from meseta.ops.row_program.lowering import RowCode
+from meseta.ops.row_program.optimizer import compute_dtype, sum_in_blocks
+from meseta.ops.row_program.program import interpret
+from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall, unpack_features
 
 
 def row_update(call: UpdateCall) -> None:
     """The operator behind meseta.ops.row_update.row_update."""
-    num_states, features = len(call.state_is_row), read_features(call.features)
+    num_states, features = len(call.state_is_row), unpack_features(call.features)
     for t, table in enumerate(call.tables):
         rows, sums = _sum_gradients(call, table, [f for f in features if f.table == t])
         if rows.numel() == 0:
             continue
         kept = call.states[t * num_states : (t + 1) * num_states]
         picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in kept]
-        program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
-        done = run_code(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
+        program = RowCode(instructions=call.code, num_element_registers=0, num_row_registers=0)
+        done = interpret(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
         _, first_column, key = call.origins[3 * t : 3 * t + 3]
-        shard_rows = call.rows_of(t, rows)
+        shard_rows = call.shard_rows(t, rows)
         first_row = call.origins[3 * t]
         stepped = round_rows(done.weight, table.dtype, shard_rows + first_row, first_column, key, call.step)
         if call.marks is not None and call.marks[t].numel():
-            _mark(call.found_inf, call.marks[t], shard_rows)
-        _write(call.found_inf, table, rows, stepped)
+            _mark_if_finite(call.found_inf, call.marks[t], shard_rows)
+        _store_if_finite(call.found_inf, table, rows, stepped)
         for state, value in zip(kept, done.state, strict=True):
-            _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
+            _store_if_finite(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
 
 
 def row_apply(call: ApplyCall) -> None:
     """The operator behind meseta.ops.row_update.staged."""
     rows, gradient = call.rows, call.gradient
     picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in call.states]
-    program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
+    program = RowCode(instructions=call.code, num_element_registers=0, num_row_registers=0)
     stats = [stat[:, None] for stat in call.stats]
-    done = run_code(program, call.uniforms.tolist(), call.table[rows].to(gradient.dtype), gradient, picked, stats)
+    done = interpret(program, call.uniforms.tolist(), call.table[rows].to(gradient.dtype), gradient, picked, stats)
     if call.sums is not None:
-        call.sums.copy_(torch.stack([block_sums(summand) for summand in done.summands]))
+        call.sums.copy_(torch.stack([sum_in_blocks(summand) for summand in done.summands]))
         return
     first_row, first_column, key = call.origin
     stepped = round_rows(done.weight, call.table.dtype, call.shard_rows + first_row, first_column, key, call.step)
     if call.marks is not None:
-        _mark(call.found_inf, call.marks, call.shard_rows)
-    _write(call.found_inf, call.table, rows, stepped)
+        _mark_if_finite(call.found_inf, call.marks, call.shard_rows)
+    _store_if_finite(call.found_inf, call.table, rows, stepped)
     for state, value in zip(call.states, done.state, strict=True):
-        _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
+        _store_if_finite(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
 
 
-def _write(found_inf: Tensor | None, target: Tensor, rows: Tensor, values: Tensor) -> None:
+def _store_if_finite(found_inf: Tensor | None, target: Tensor, rows: Tensor, values: Tensor) -> None:
     """target[rows] = values, unless `found_inf` is not 0; the host does not ask."""
     target[rows] = values if found_inf is None else torch.where(found_inf == 0, values, target[rows])
 
 
-def _mark(found_inf: Tensor | None, marks: Tensor, rows: Tensor) -> None:
+def _mark_if_finite(found_inf: Tensor | None, marks: Tensor, rows: Tensor) -> None:
     """Mark rows, each once, unless `found_inf` is not 0."""
-    marked = marks | words_of(rows, marks.numel())
+    marked = marks | mark_words(rows, marks.numel())
     marks.copy_(marked if found_inf is None else torch.where(found_inf == 0, marked, marks))
 
 
@@ -93,7 +93,7 @@ def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: i
     """Rows [U, D] as they are stored; to 16 bits stochastically, by bits of (key, step, logical row, column)."""
     if dtype not in (torch.float16, torch.bfloat16):
         return values.to(dtype)
-    random = random_halves(rows, first_column, values.shape[1], key, step)
+    random = random_16_bits(rows, first_column, values.shape[1], key, step)
     bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
         cut = ((bits + random) >> 16 << 16) & 0xFFFFFFFF
@@ -106,7 +106,7 @@ def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: i
     return torch.where(values.isfinite(), rounded, values).to(dtype)
 
 
-def random_halves(rows: Tensor, first_column: int, num_columns: int, key: int, step: int) -> Tensor:
+def random_16_bits(rows: Tensor, first_column: int, num_columns: int, key: int, step: int) -> Tensor:
     """Sixteen random bits for each cell, int64 [U, columns]: eight columns share a Philox4x32-10 counter (low and high
     word of the row, column // 8, step), and each word gives its low half to the even column and its high half to the
     odd one."""

@@ -11,7 +11,7 @@ namespace meseta {
 
 // 16 random bits for each of `width` columns (a multiple of 8) of each row: the counter is (row, column / 8, step),
 // and its four words are the bits of eight columns.
-inline void random_halves(uint64_t key, uint32_t step, const int64_t* rows, int64_t num_rows, int64_t first_row,
+inline void random_16_bits(uint64_t key, uint32_t step, const int64_t* rows, int64_t num_rows, int64_t first_row,
                           int64_t first_column, int64_t width, uint16_t* out) {
   philox_words({key, uint64_t(first_row), uint32_t(first_column / 8), step}, rows, num_rows, width / 8, out);
 }

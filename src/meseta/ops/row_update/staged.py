@@ -11,20 +11,20 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
-from meseta.ops.row_program.lowering import Code
+from meseta.ops.row_program.lowering import RowCode
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
-from meseta.ops.row_program.program import Program, trace
+from meseta.ops.row_program.program import RowProgram, trace
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import (
     ApplyCall,
     TableRows,
     check_origin,
     check_program,
-    marks_at,
+    marks_address,
     row_ids_address,
-    signed,
+    to_int64,
 )
-from meseta.ops.tables import KINDS
+from meseta.ops.tables import DTYPE_CODES
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 
@@ -39,7 +39,7 @@ class TouchedRows:
     hyper: Hyper
 
 
-def stage_sums(
+def stage_block_sums(
     optimizer: RowOptimizer, stage: int, touched: TouchedRows, stats: Float[Tensor, "S U"]
 ) -> Float[Tensor, "n U blocks"]:
     """Sums over blocks of 16 columns of the n summands of one stage, given the statistics of the stages before.
@@ -53,7 +53,7 @@ def stage_sums(
     return sums
 
 
-def update_given(
+def update_with_stats(
     optimizer: RowOptimizer,
     touched: TouchedRows,
     stats: Float[Tensor, "S U"],
@@ -62,12 +62,12 @@ def update_given(
     """Step the touched rows in place, given the statistics of whole rows; not where `found_inf`, float32 beside the
     rows, is not 0."""
     program = trace(optimizer)
-    _apply(program, program.given, touched, stats, found_inf=found_inf)
+    _apply(program, program.staged_update, touched, stats, found_inf=found_inf)
 
 
 def _apply(
-    program: Program,
-    code: Code,
+    program: RowProgram,
+    code: RowCode,
     touched: TouchedRows,
     stats: Tensor,
     sums: Tensor | None = None,
@@ -82,7 +82,7 @@ def _apply(
         code.instructions,
         torch.tensor(program.uniform_values(touched.hyper), dtype=torch.float64),
         [kind == "row" for kind in program.state_kinds],
-        [table.first_row, table.first_column, signed(table.key)],
+        [table.first_row, table.first_column, to_int64(table.key)],
         touched.rows,
         touched.gradient,
         stats,
@@ -99,7 +99,7 @@ def _cpu(*arguments: Any) -> None:
     _check(call)
     if call.sums is None and call.found_inf is not None and call.found_inf.item():
         return
-    if call.table.dtype not in KINDS:
+    if call.table.dtype not in DTYPE_CODES:
         if call.rows.numel() and (call.rows[0] < 0 or call.rows[-1] >= len(call.table) or (call.rows.diff() < 1).any()):
             raise MesetaError(f"row update: rows must ascend and lie in 0..{len(call.table) - 1}")
         try:
@@ -110,12 +110,12 @@ def _cpu(*arguments: Any) -> None:
     rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
     stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32).contiguous()
     (first_row, first_column, key), row_ids = call.origin, row_ids_address(call.table, call.row_ids)
-    marks = marks_at(call.table, call.marks, call.row_ids)
+    marks = marks_address(call.table, call.marks, call.row_ids)
     try:
         core().row_apply(
             [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64), row_ids, *marks],
             [state.data_ptr() for state in call.states],
-            KINDS[call.table.dtype],
+            DTYPE_CODES[call.table.dtype],
             call.state_is_row,
             call.code.data_ptr(),
             call.code.shape[0],

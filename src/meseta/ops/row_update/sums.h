@@ -13,7 +13,7 @@ namespace meseta {
 
 constexpr int kBlockBits = 8;  // 256 samples
 
-struct Feature {
+struct GradientSource {
   const float* gradient;  // of its first bag or id
   int64_t stride;         // floats from one bag (or id) to the next
   bool per_id;            // whether every id has a gradient of its own
@@ -21,7 +21,7 @@ struct Feature {
   const int64_t* offsets;  // [num_bags + 1]
 };
 
-struct Batch {
+struct UpdateBatch {
   const void* ids;
   bool wide_ids;
   const int64_t* offsets;
@@ -30,9 +30,9 @@ struct Batch {
   uint32_t step;
 };
 
-struct Table {
-  Target target;
-  std::vector<Feature> features;
+struct UpdateTable {
+  TableTarget target;
+  std::vector<GradientSource> features;
   int64_t num_ids;
   bool needs_positions;  // ids of a bag differ in more than their row
   int sample_bits;       // of a bag's number in its feature; at least those of a block
@@ -40,7 +40,7 @@ struct Table {
 };
 
 // The gradient of one entry: an address, the block it belongs to, and its weight.
-struct Contribution {
+struct WeightedGradient {
   const float* gradient;
   uint64_t block;
   float weight;
@@ -49,27 +49,27 @@ struct Contribution {
 
 // An entry's payload is the line of a matrix: bags of all features one below the other, each feature from a multiple of
 // a block on.
-struct Lines {
+struct LinePayload {
   static constexpr bool kWeighted = false;
   const float* first;
   int64_t stride;
   uint64_t mask;
 
   const float* gradient(uint64_t entry) const { return first + int64_t(entry & mask) * stride; }
-  Contribution operator()(uint64_t entry) const { return {gradient(entry), (entry & mask) >> kBlockBits, 1.0f, false}; }
+  WeightedGradient operator()(uint64_t entry) const { return {gradient(entry), (entry & mask) >> kBlockBits, 1.0f, false}; }
 };
 
 // An entry's payload is its position among the ids of all features, where ids of a bag differ in more than their row, or
 // where several features have too many bags to be copied into lines.
-struct Positions {
+struct PositionPayload {
   static constexpr bool kWeighted = true;
-  const Table& table;
-  const Batch& batch;
+  const UpdateTable& table;
+  const UpdateBatch& batch;
   const uint32_t* samples;
   uint64_t mask;
 
   const float* gradient(uint64_t entry) const { return (*this)(entry).gradient; }
-  Contribution operator()(uint64_t entry) const {
+  WeightedGradient operator()(uint64_t entry) const {
     int64_t position = int64_t(entry & mask);
     const int64_t sample = samples[position];
     size_t f = 0;
@@ -78,10 +78,10 @@ struct Positions {
       if (position < own) break;
       position -= own;
     }
-    const Feature& feature = table.features[f];
+    const GradientSource& feature = table.features[f];
     const uint64_t block = (uint64_t(f) << table.sample_bits | uint64_t(sample)) >> kBlockBits;
     const int64_t line = feature.per_id ? position : sample;
-    Contribution found{feature.gradient + line * feature.stride, block, 1.0f, false};
+    WeightedGradient found{feature.gradient + line * feature.stride, block, 1.0f, false};
     if (feature.weighted) {
       found.weight = batch.weights[feature.offsets[0] + position];
       found.weighted = true;
@@ -92,16 +92,16 @@ struct Positions {
 
 // Brings the gradients of coming entries, several at once, for the sake of the walks to their pages.
 template <typename Find>
-struct Fetcher {
+struct GradientPrefetcher {
   const Find& find;
   const uint64_t* next;  // first entry that was not asked for
   const uint64_t* end;
   int64_t dim;
-  static constexpr int64_t kAhead = 16, kBurst = 64;
+  static constexpr int64_t kPrefetchDistance = 16, kBurst = 64;
 
   void reach(const uint64_t* entry) {
-    if (entry + kAhead <= next) return;
-    const uint64_t* stop = std::min(entry + kAhead + kBurst, end);
+    if (entry + kPrefetchDistance <= next) return;
+    const uint64_t* stop = std::min(entry + kPrefetchDistance + kBurst, end);
     for (; next < stop; ++next) {
       const float* g = find.gradient(*next);
       for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
@@ -111,16 +111,16 @@ struct Fetcher {
 
 // Sum of the contributions of a run of entries with one row, from `column` on: blocks from left to right, then their sums.
 template <int N, typename Find>
-void sum_run(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
+void sum_run(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
              int tail, float* out) {
   Vec total[N], block[N];
-  const auto read = [&](const Contribution& c, int j) {
+  const auto read = [&](const WeightedGradient& c, int j) {
     const float* at = c.gradient + column + kLanes * j;
     const Vec g = j == N - 1 && tail < kLanes ? load(at, tail) : load(at);
     if constexpr (Find::kWeighted) return c.weighted ? broadcast(c.weight) * g : g;
     return g;
   };
-  Contribution c = find(*first);
+  WeightedGradient c = find(*first);
   for (int j = 0; j < N; ++j) block[j] = read(c, j);
   bool started = false;
   uint64_t current = c.block;
@@ -141,7 +141,7 @@ void sum_run(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, co
 
 // The same with as many vectors as `width` columns need, at most N.
 template <int N, typename Find>
-void sum_columns(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
+void sum_columns(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
                  int64_t width, float* out) {
   if (width > kLanes * (N - 1)) {
     sum_run<N>(find, fetcher, first, last, column, int(width - kLanes * (N - 1)), out);
@@ -151,7 +151,7 @@ void sum_columns(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first
 }
 
 template <typename Find>
-void sum_row(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t dim,
+void sum_row(const Find& find, GradientPrefetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t dim,
              float* out) {
   constexpr int64_t kWidest = 8 * kLanes;
   for (int64_t c = 0; c < dim; c += kWidest)
@@ -160,13 +160,13 @@ void sum_row(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, co
 
 // Copy the gradients of bags into lines, for ids that share them: the rows of a matrix that is as wide as many tables lie
 // in few sets of a cache, which then holds a fraction of them.
-inline void gather_lines(Table& table, int64_t num_bags, Buffer<float>& room) {
+inline void gather_lines(UpdateTable& table, int64_t num_bags, Buffer<float>& room) {
   constexpr int64_t kAhead = 8;
   const int64_t dim = table.target.dim, width = (dim + kLanes - 1) / kLanes * kLanes;
   const int64_t size = width << table.sample_bits;
   room.reserve(table.features.size() * size_t(size));
   float* to = room.data();
-  for (Feature& f : table.features) {
+  for (GradientSource& f : table.features) {
     if (f.per_id) continue;
     const float* from = f.gradient;
     for (int64_t bag = 0; bag < num_bags; ++bag) {

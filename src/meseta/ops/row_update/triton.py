@@ -18,12 +18,12 @@ import triton
 from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES
-from meseta.ops.device_words import device_words
+from meseta.ops.device_constants import device_constant
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import FeatureGradient, UpdateCall, marks_at, read_features, row_ids_address
+from meseta.ops.row_update.call import FeatureGradient, UpdateCall, marks_address, row_ids_address, unpack_features
 from meseta.ops.row_update.triton_kernels import (
-    ITEMS,
-    LONG_RUN,
+    ITEMS_PER_PROGRAM,
+    MIN_LONG_RUN,
     RUN_SLOTS,
     feature_starts,
     list_items,
@@ -36,14 +36,14 @@ from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.triton_shared import (
     ROW_TYPES,
     VECTOR_BYTES,
-    Described,
-    described,
-    room_for_addresses,
+    TensorMetadata,
+    padded_address_count,
+    tensor_metadata,
     write_addresses,
 )
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
-TILE = 512
+TILE_ELEMENTS = 512
 """Elements of a program's tile, while a row fits."""
 
 
@@ -62,8 +62,8 @@ def row_update(call: UpdateCall) -> None:
         g if g.dtype == torch.float32 and g.stride(-1) == 1 else g.float().contiguous() for g in call.gradients
     ]
     launch = _plan_launch(
-        described(call.tables),
-        described(call.states),
+        tensor_metadata(call.tables),
+        tensor_metadata(call.states),
         tuple(call.state_is_row),
         _origins(call),
         tuple(call.features),
@@ -77,27 +77,27 @@ def row_update(call: UpdateCall) -> None:
                 f"row_update: feature {f.position} needs {call.num_bags} gradients, one a sample, but its matrix "
                 f"is {tuple(gradients[f.gradient].shape)}"
             )
-    limit = call.ids.numel() * launch.most_reads
+    limit = call.ids.numel() * launch.max_tables_per_feature
     if limit == 0 or call.num_bags == 0:
         return
     layout = launch.layout
     with torch.cuda.device_of(call.ids):
-        bags = _Bags(
-            plan=device_words(launch.words, call.ids.device),
+        bags = _DeviceBags(
+            plan=device_constant(launch.words, call.ids.device),
             ids=call.ids.contiguous(),
             offsets=call.offsets.contiguous(),
             weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
-            limit=limit,
+            max_contributions=limit,
         )
-        found = _find(bags, layout, _starts(bags, launch.num_features, gradients))
-        sums = _sum_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
+        found = _list_contributions(bags, layout, _feature_starts(bags, launch.num_features, gradients))
+        sums = _sum_long_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
-        _update(kernel, bags, layout, found, _uniforms(call), call.found_inf, launch.line_vector)
+        _launch_updates(kernel, bags, layout, found, _uniforms_on_device(call), call.found_inf, launch.line_vector)
         del sums  # the items point into it
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _KeyLayout:
     """How the rows of all tables are numbered: keys ascend by the width of the table, then by table and row."""
 
     words: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class _Bags:
+class _DeviceBags:
     """The arguments on the device."""
 
     plan: Tensor
@@ -122,7 +122,7 @@ class _Bags:
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
-    limit: int
+    max_contributions: int
     """Contributions that there can be."""
 
 
@@ -143,14 +143,14 @@ class _Contributions:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _UpdateLaunch:
     """What follows from the tables and features, and is the same in every step."""
 
-    layout: _Layout
+    layout: _KeyLayout
     words: tuple[int, ...]
     """The plan, see triton_parts.py."""
     num_features: int
-    most_reads: int
+    max_tables_per_feature: int
     """Tables that read the same feature, at most, as column shards do: each makes a contribution of every id."""
     line_vector: int
     """Elements of a gradient that are loaded together."""
@@ -160,17 +160,17 @@ class _Launch:
 
 @lru_cache(maxsize=256)
 def _plan_launch(
-    tables: tuple[Described, ...],
-    states: tuple[Described, ...],
+    tables: tuple[TensorMetadata, ...],
+    states: tuple[TensorMetadata, ...],
     state_is_row: tuple[bool, ...],
     origins: tuple[tuple[int, ...], ...],
     feature_fields: tuple[int, ...],
     lines: tuple[tuple[int, ...], ...],
     num_bags: int,
     num_offsets: int,
-) -> _Launch:
+) -> _UpdateLaunch:
     """`lines` are columns, stride and misalignment of each gradient. Raises MesetaError for what does not fit."""
-    layout, features = _lay_out(tables, states, state_is_row, origins), read_features(feature_fields)
+    layout, features = _make_layout(tables, states, state_is_row, origins), unpack_features(feature_fields)
     line_vector, words = gcd(layout.vector, 4), list[int]()
     for f in features:
         num_columns, stride, misalignment = lines[f.gradient]
@@ -191,11 +191,11 @@ def _plan_launch(
     bounds_at = PLAN_WORDS.value + len(words)
     num_blocks, num_groups = triton.cdiv(num_bags, BLOCK_SAMPLES), len(layout.group_blocks)
     head = (len(features), num_bags, layout.bounds[-1], num_blocks, tables_at, layout.table_words)
-    return _Launch(
+    return _UpdateLaunch(
         layout=layout,
         words=(*head, bounds_at, num_groups, *words, *layout.bounds),
         num_features=len(features),
-        most_reads=max(Counter(f.position for f in features).values(), default=0),
+        max_tables_per_feature=max(Counter(f.position for f in features).values(), default=0),
         line_vector=line_vector,
         pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
     )
@@ -207,17 +207,17 @@ def _origins(call: UpdateCall) -> tuple[tuple[int, ...], ...]:
     for t, table in enumerate(call.tables):
         first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
         row_ids = None if call.row_ids is None else call.row_ids[t]
-        marks, _ = marks_at(table, None if call.marks is None else call.marks[t], row_ids)
+        marks, _ = marks_address(table, None if call.marks is None else call.marks[t], row_ids)
         found.append((first_row, first_column, key, row_ids_address(table, row_ids), marks))
     return tuple(found)
 
 
-def _lay_out(
-    tables: Sequence[Described],
-    states: Sequence[Described],
+def _make_layout(
+    tables: Sequence[TensorMetadata],
+    states: Sequence[TensorMetadata],
     state_is_row: Sequence[bool],
     origins: Sequence[tuple[int, ...]],
-) -> _Layout:
+) -> _KeyLayout:
     dtype, num_states = tables[0].dtype, len(state_is_row)
     vector, next_key = (8 if dtype.itemsize == 2 else 4), 0
     for t, table in enumerate(tables):
@@ -236,7 +236,7 @@ def _lay_out(
         vector = gcd(vector, columns, tables[t].address // dtype.itemsize)
         for address, is_row in zip(addresses, state_is_row, strict=True):
             vector = vector if is_row else gcd(vector, address // 4)
-    return _Layout(
+    return _KeyLayout(
         words=tuple(word for table_words in words for word in table_words),
         table_words=TABLE_WORDS.value + num_states,
         group_blocks=tuple(bounds),
@@ -246,7 +246,9 @@ def _lay_out(
     )
 
 
-def _check_table(index: int, table: Described, dtype: torch.dtype, states: Iterable[tuple[Described, bool]]) -> None:
+def _check_table(
+    index: int, table: TensorMetadata, dtype: torch.dtype, states: Iterable[tuple[TensorMetadata, bool]]
+) -> None:
     if table.dtype != dtype or len(table.shape) != 2 or not table.is_contiguous:
         raise MesetaError(
             f"row_update: table {index} is {table.dtype} {table.shape}; all must be contiguous [rows, D] {dtype}"
@@ -270,7 +272,7 @@ def _check_ids(call: UpdateCall) -> None:
             raise MesetaError(f"row_update: a gradient is {tuple(matrix.shape)}; give [samples or ids, columns]")
 
 
-def _uniforms(call: UpdateCall) -> Tensor:
+def _uniforms_on_device(call: UpdateCall) -> Tensor:
     """float64 [tables, uniforms + 1] on the device, the last column of which is the step."""
     device = call.ids.device
     if device.type == "cuda" and call.uniforms.device == device:
@@ -285,22 +287,22 @@ def _uniforms(call: UpdateCall) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _starts(bags: _Bags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
+def _feature_starts(bags: _DeviceBags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
     """int64: first contribution of each feature, their number, then where the gradients lie.
 
     Gradients lie elsewhere in every step, so a kernel writes their addresses, which a CUDA graph can repeat.
     """
-    room = num_features + 1 + room_for_addresses(len(gradients))
+    room = num_features + 1 + padded_address_count(len(gradients))
     starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
     feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=triton.next_power_of_2(num_features))
     write_addresses(starts[num_features + 1 :], gradients)
     return starts
 
 
-def _find(bags: _Bags, layout: _Layout, starts: Tensor) -> _Contributions:
-    limit, device = bags.limit, bags.ids.device
+def _list_contributions(bags: _DeviceBags, layout: _KeyLayout, starts: Tensor) -> _Contributions:
+    limit, device = bags.max_contributions, bags.ids.device
     key_type = torch.int32 if layout.bounds[-1] < 2**31 - 1 else torch.int64
-    grid = (triton.cdiv(limit, ITEMS.value),)
+    grid = (triton.cdiv(limit, ITEMS_PER_PROGRAM.value),)
     keys = torch.empty(limit, dtype=key_type, device=device)
     items = torch.empty((limit, 2), dtype=torch.int64, device=device)
     list_items[grid](keys, items, starts, bags.plan, bags.ids, bags.offsets, bags.weights, limit)
@@ -316,17 +318,17 @@ def _find(bags: _Bags, layout: _Layout, starts: Tensor) -> _Contributions:
     return _Contributions(keys=keys, items=ordered, scales=scales, segments=segments, ranges=ranges)
 
 
-def _sum_runs(bags: _Bags, found: _Contributions, columns: int, vector: int) -> Tensor:
-    """The sums of long runs, [limit // LONG_RUN + 1, columns]."""
-    length = LONG_RUN.value
-    sums = torch.empty((bags.limit // length + 1, columns), dtype=torch.float32, device=bags.ids.device)
-    sum_long_runs[(triton.cdiv(bags.limit, length * RUN_SLOTS.value),)](
+def _sum_long_runs(bags: _DeviceBags, found: _Contributions, columns: int, vector: int) -> Tensor:
+    """The sums of long runs, [limit // MIN_LONG_RUN + 1, columns]."""
+    length = MIN_LONG_RUN.value
+    sums = torch.empty((bags.max_contributions // length + 1, columns), dtype=torch.float32, device=bags.ids.device)
+    sum_long_runs[(triton.cdiv(bags.max_contributions, length * RUN_SLOTS.value),)](
         sums,
         found.items,
         found.scales,
         found.keys,
         bags.plan,
-        bags.limit,
+        bags.max_contributions,
         COLUMNS=columns,
         VECTOR=vector,
         num_warps=1 if columns <= 128 else 4,
@@ -335,10 +337,10 @@ def _sum_runs(bags: _Bags, found: _Contributions, columns: int, vector: int) -> 
     return sums
 
 
-def _update(
+def _launch_updates(
     kernel: Any,
-    bags: _Bags,
-    layout: _Layout,
+    bags: _DeviceBags,
+    layout: _KeyLayout,
     found: _Contributions,
     uniforms: Tensor,
     found_inf: Tensor | None,
@@ -347,8 +349,8 @@ def _update(
     """One launch for each group of tables of similar width. They alone write what lasts, so they alone ask
     `found_inf`."""
     for group, blocks in enumerate(layout.group_blocks):
-        rows = max(1, TILE // (blocks * COLUMN_BLOCK))
-        most = min(bags.limit, layout.bounds[group + 1] - layout.bounds[group])
+        rows = max(1, TILE_ELEMENTS // (blocks * COLUMN_BLOCK))
+        most = min(bags.max_contributions, layout.bounds[group + 1] - layout.bounds[group])
         kernel[(triton.cdiv(most, rows),)](
             bags.plan,
             uniforms,

@@ -14,19 +14,19 @@ import triton
 import triton.language as tl
 
 from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
-from meseta.ops.triton_shared import last_at_most
+from meseta.ops.triton_shared import find_last_at_most
 
-ITEMS = tl.constexpr(512)
+ITEMS_PER_PROGRAM = tl.constexpr(512)
 """Items of one program."""
-LONG_RUN = tl.constexpr(16)
+MIN_LONG_RUN = tl.constexpr(16)
 """A run, which is what one row receives in one block of samples, is summed beforehand from this length on."""
 RUN_SLOTS = tl.constexpr(8)
-"""Stretches of LONG_RUN items that one program looks at; at most one long run begins in each."""
-AHEAD = tl.constexpr(8)
+"""Stretches of MIN_LONG_RUN items that one program looks at; at most one long run begins in each."""
+PREFETCH_ITEMS = tl.constexpr(8)
 """Gradients of a run that are loaded before they are added."""
-PIECE = tl.constexpr(256)
+SCAN_ITEMS = tl.constexpr(256)
 """Items among which the end of a run is looked for at a time."""
-SAMPLES = tl.constexpr(256)
+BLOCK_SAMPLES = tl.constexpr(256)
 """Samples of a block."""
 
 
@@ -49,15 +49,15 @@ def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
 def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     """Key and item of each contribution; behind the starts lie the addresses of the gradients."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
-    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < tl.load(starts + num_features)
-    k = last_at_most(starts, tl.zeros([ITEMS], dtype=tl.int64), num_features, n, live)
+    k = find_last_at_most(starts, tl.zeros([ITEMS_PER_PROGRAM], dtype=tl.int64), num_features, n, live)
     feature = plan + PLAN_WORDS + k * FEATURE_WORDS
     position = tl.load(feature, mask=live, other=0)
     table = plan + tl.load(plan + 4) + tl.load(feature + 1, mask=live, other=0) * tl.load(plan + 5)
     ordinal = n - tl.load(starts + k, mask=live, other=0)
     at = ordinal + tl.load(offsets + position * num_bags, mask=live, other=0)
-    sample = last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
+    sample = find_last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
 
     row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
     fits = live & (row >= 0) & (row < tl.load(table + 2, mask=live, other=0))
@@ -68,7 +68,7 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     line = tl.where(tl.load(feature + 5, mask=live, other=0) != 0, ordinal, sample)
     element = line * tl.load(feature + 4, mask=live, other=0) + tl.load(feature + 3, mask=live, other=0)
     tl.store(items + 2 * n, tl.load(starts + matrix, mask=live, other=0) + 4 * element, mask=live)
-    block = k * tl.load(plan + 3) + sample // SAMPLES
+    block = k * tl.load(plan + 3) + sample // BLOCK_SAMPLES
     if weights is not None:
         is_weighted = tl.load(feature + 6, mask=live, other=0)
         scale = tl.load(weights + at, mask=live & (is_weighted != 0), other=1.0).to(tl.int32, bitcast=True)
@@ -80,7 +80,7 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
 @no_type_check
 def order_items(ordered, scales, items, keys, order, plan, limit):
     """Items in the order of the sort, each followed by the next one, and their scales."""
-    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
     live = live & (tl.load(keys + n, mask=live, other=0) < tl.load(plan + 2))
     source = tl.load(order + n, mask=live, other=0)
@@ -98,7 +98,7 @@ def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
 
     `counted` [limit] says how many keys there are up to each item.
     """
-    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    n = tl.program_id(0).to(tl.int64) * ITEMS_PER_PROGRAM + tl.arange(0, ITEMS_PER_PROGRAM)
     live = n < limit
     key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
     before = tl.load(keys + n - 1, mask=live & (n > 0), other=-1).to(tl.int64)
@@ -116,11 +116,11 @@ def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
 @triton.jit(do_not_specialize=["limit"])
 @no_type_check
 def sum_long_runs(sums, items, scales, keys, plan, limit, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """Sum each long run from left to right into sums [limit // LONG_RUN + 1, COLUMNS], to which its first item then
+    """Sum each long run from left to right into sums [limit // MIN_LONG_RUN + 1, COLUMNS], to which its first item then
     points."""
-    index = tl.arange(0, RUN_SLOTS * LONG_RUN)
-    n = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * LONG_RUN) + index
-    far = n + LONG_RUN - 1
+    index = tl.arange(0, RUN_SLOTS * MIN_LONG_RUN)
+    n = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * MIN_LONG_RUN) + index
+    far = n + MIN_LONG_RUN - 1
     live = far < limit
     key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
     live = live & (key < tl.load(plan + 2))
@@ -132,9 +132,9 @@ def sum_long_runs(sums, items, scales, keys, plan, limit, COLUMNS: tl.constexpr,
     same_block = (tl.load(items + 2 * n - 1, mask=live & (n > 0), other=-1) & 0xFFFFFFFF) == block
     waiting = (live & ~(same_key & same_block)).to(tl.int32)
     while tl.max(waiting, axis=0) > 0:
-        chosen = tl.min(tl.where(waiting > 0, index, RUN_SLOTS * LONG_RUN), axis=0)
+        chosen = tl.min(tl.where(waiting > 0, index, RUN_SLOTS * MIN_LONG_RUN), axis=0)
         waiting = tl.where(index == chosen, 0, waiting)
-        first = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * LONG_RUN) + chosen
+        first = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * MIN_LONG_RUN) + chosen
         _sum_run(sums, items, scales, plan, first, _run_end(items, keys, first, limit), COLUMNS, VECTOR)
 
 
@@ -144,9 +144,9 @@ def _run_end(items, keys, first, limit):
     key = tl.load(keys + first)
     block = tl.load(items + 2 * first + 1) & 0xFFFFFFFF
     end = first
-    step = first * 0 + PIECE
-    while step == PIECE:
-        n = end + tl.arange(0, PIECE)
+    step = first * 0 + SCAN_ITEMS
+    while step == SCAN_ITEMS:
+        n = end + tl.arange(0, SCAN_ITEMS)
         same = (n < limit) & (tl.load(keys + n, mask=n < limit, other=0) == key)
         same = same & ((tl.load(items + 2 * n + 1, mask=same, other=-1) & 0xFFFFFFFF) == block)
         step = tl.sum(same.to(tl.int64), axis=0)
@@ -162,8 +162,8 @@ def _sum_run(sums, items, scales, plan, first, end, COLUMNS: tl.constexpr, VECTO
     dim = tl.load(plan + tl.load(plan + 4) + table * tl.load(plan + 5) + 1)
     column = tl.arange(0, COLUMNS)
     total = tl.where(column < 0, 0.0, -0.0)
-    for start in range(first, end, AHEAD):
-        for ahead in tl.static_range(AHEAD):
+    for start in range(first, end, PREFETCH_ITEMS):
+        for ahead in tl.static_range(PREFETCH_ITEMS):
             n = start + ahead
             line = tl.load(items + 2 * n, mask=n < end, other=0).to(tl.pointer_type(tl.float32))
             width = tl.multiple_of(tl.where(n < end, dim, 0), VECTOR)
@@ -171,7 +171,7 @@ def _sum_run(sums, items, scales, plan, first, end, COLUMNS: tl.constexpr, VECTO
             if scales is not None:
                 term = term * tl.load(scales + n, mask=n < end, other=1.0)
             total += term
-    line = sums + first // LONG_RUN * COLUMNS
+    line = sums + first // MIN_LONG_RUN * COLUMNS
     tl.store(line + column, total, mask=column < dim)
     tl.store(items + 2 * first, line.to(tl.int64))
     block = tl.load(items + 2 * first + 1) & 0xFFFFFFFF

@@ -113,14 +113,14 @@ def store_rows(weight, values, inside, words, live, row, steps):
     else:
         BLOCKS: tl.constexpr = values.shape[1]
         step = tl.load(steps, mask=live, other=0).to(tl.int64)
-        random = random_halves(words, live, row, step, BLOCKS)
-        cut = round_to_half(values, random) if TYPE.is_fp16() else round_to_bfloat(values, random)
+        random = random_16_bits(words, live, row, step, BLOCKS)
+        cut = round_to_fp16(values, random) if TYPE.is_fp16() else round_to_bf16(values, random)
         tl.store(weight, cut.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
 
 
 @triton.jit
 @no_type_check
-def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
+def random_16_bits(words, live, row, step, BLOCKS: tl.constexpr):
     """Tile of 16 random bits, uint32: four words of the generator for eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
@@ -141,7 +141,7 @@ def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def round_to_bfloat(values, random):
+def round_to_bf16(values, random):
     """Bits of bfloat16: random bits below the kept mantissa, then a cut; infinities and NaN stay what they are."""
     bits = values.to(tl.uint32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -151,7 +151,7 @@ def round_to_bfloat(values, random):
 
 @triton.jit
 @no_type_check
-def round_to_half(values, random):
+def round_to_fp16(values, random):
     """Bits of float16, likewise; a half drops 13 bits of a float, more where it is subnormal."""
     bits = values.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

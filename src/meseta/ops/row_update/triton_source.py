@@ -18,7 +18,7 @@ from meseta.ops.row_update import triton_parts as parts
 Instructions = tuple[tuple[int, int, int, int, int], ...]
 """Rows of Code.instructions."""
 
-HEAD = """@triton.jit(do_not_specialize=["group"])
+KERNEL_PROLOGUE = """@triton.jit(do_not_specialize=["group"])
 def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, group, NUM_UNIFORMS: tl.constexpr,
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
            LINE_VECTOR: tl.constexpr):
@@ -44,13 +44,13 @@ def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, gro
 """
 """Which rows a program has, and the sum of their gradients. A tile is [ROWS, BLOCKS, 16]."""
 
-BINARY = {Op.ADD: "{} + {}", Op.SUB: "{} - {}", Op.MUL: "{} * {}", Op.DIV: "tl.div_rn({}, {})"}
-BINARY |= {
+BINARY_TEMPLATES = {Op.ADD: "{} + {}", Op.SUB: "{} - {}", Op.MUL: "{} * {}", Op.DIV: "tl.div_rn({}, {})"}
+BINARY_TEMPLATES |= {
     Op.MAX: "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     Op.MIN: "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     Op.GREATER: "tl.where({} > {}, 1.0, 0.0)",
 }
-COMPUTE = BINARY | {
+COMPUTE_TEMPLATES = BINARY_TEMPLATES | {
     Op.SQRT: "tl.sqrt_rn({})",
     Op.ABS: "tl.abs({})",
     Op.SIGN: "parts.sign({})",
@@ -62,7 +62,7 @@ COMPUTE = BINARY | {
 @cache
 def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
     """The kernel for these instructions; one per distinct program, made at its first use."""
-    text = source(instructions, state_is_row)
+    text = kernel_source(instructions, state_is_row)
     name = f"<meseta row update {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # where triton.jit reads it
     namespace: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "parts": parts}
@@ -70,9 +70,9 @@ def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) ->
     return namespace["update"]
 
 
-def source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
+def kernel_source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
     """Python source of the kernel `update`."""
-    lines = [HEAD, _pointers(state_is_row)]
+    lines = [KERNEL_PROLOGUE, _pointer_statements(state_is_row)]
     lines += [
         f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
@@ -82,7 +82,7 @@ def source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
     return "".join(lines)
 
 
-def _pointers(state_is_row: Sequence[bool]) -> str:
+def _pointer_statements(state_is_row: Sequence[bool]) -> str:
     """Where the rows of the weight and of every state lie."""
     text = "    weight = parts.row_pointers(words, row * dim, live, ROW, VECTOR)[:, None, None] + column\n"
     for state, is_row in enumerate(state_is_row):
@@ -103,7 +103,7 @@ def _operands(code: Sequence[int]) -> list[int]:
     return [a] if op in (Op.STORE_WEIGHT, Op.STORE_STATE, Op.STORE_STAT) else [r for r in (a, b, c) if r >= 0]
 
 
-def _name(register: int, is_tile: bool) -> str:
+def _register_name(register: int, is_tile: bool) -> str:
     """A register or uniform, [ROWS, 1, 1] beside tiles."""
     if register < FIRST_ROW:
         return f"e{register}"
@@ -117,14 +117,17 @@ def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
         return f"e{dst} = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
     if op == Op.LOAD_STATE:
         mask = "live" if state_is_row[a] else "inside"
-        return f"{_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
+        return f"{_register_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
     if op == Op.SUM:
-        return f"r{dst} = parts.sum_columns(tl.where(inside, {_name(a, True)}, 0.0))"
+        return f"r{dst} = parts.sum_columns(tl.where(inside, {_register_name(a, True)}, 0.0))"
     if op == Op.STORE_STATE:
         is_row = state_is_row[b]
-        return f"tl.store(state{b}, {_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
+        return f"tl.store(state{b}, {_register_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
     if op == Op.STORE_WEIGHT:
-        value = f"tl.broadcast_to({_name(a, True)}, [ROWS, BLOCKS, 16])"
+        value = f"tl.broadcast_to({_register_name(a, True)}, [ROWS, BLOCKS, 16])"
         return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
     is_tile = dst < FIRST_ROW
-    return f"{_name(dst, False)} = {COMPUTE[Op(op)].format(*(_name(r, is_tile) for r in _operands(code)))}"
+    return (
+        f"{_register_name(dst, False)} = "
+        f"{COMPUTE_TEMPLATES[Op(op)].format(*(_register_name(r, is_tile) for r in _operands(code)))}"
+    )

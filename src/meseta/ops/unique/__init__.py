@@ -12,13 +12,13 @@ from meseta.jagged.shapes import Int
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import plain_ids
+from meseta.ops.tables import contiguous_ids
 from meseta.ops.unique import reference
 from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True)
-class Unique:
+class UniqueIds:
     """The distinct ids of some groups."""
 
     rows: Int[Tensor, " U"]
@@ -31,7 +31,7 @@ class Unique:
     """Group g owns rows[bounds[g] : bounds[g + 1]]."""
 
 
-def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> Unique:
+def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> UniqueIds:
     """The distinct ids of each group ids[bounds[g] : bounds[g + 1]]; without bounds, of all ids.
 
     Groups are the features of a KeyedJaggedTensor (`bounds=kjt.key_offsets`), or tables where their features stand side
@@ -43,18 +43,18 @@ def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> Uni
     Raises MesetaError for bounds that fall or do not cover the ids. The host waits for a GPU: sizes depend on ids.
     """
     bounds = [0, ids.numel()] if bounds is None else list(bounds)
-    _check_cover(ids, bounds)
-    return Unique(*_operator(ids, bounds))
+    _check_bounds_cover(ids, bounds)
+    return UniqueIds(*_operator(ids, bounds))
 
 
-def _check_cover(ids: Tensor, bounds: list[int]) -> None:
+def _check_bounds_cover(ids: Tensor, bounds: list[int]) -> None:
     if not bounds or bounds[0] != 0 or bounds[-1] != ids.numel():
         raise MesetaError(f"unique: bounds {bounds} must start at 0 and end with {ids.numel()}, the number of ids")
 
 
 def _cpu(ids: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = plain_ids("unique", ids)
-    _check_cover(ids, bounds)
+    ids = contiguous_ids("unique", ids)
+    _check_bounds_cover(ids, bounds)
     rows, inverse, counts = (empty((ids.numel(),), torch.int64) for _ in range(3))
     first = torch.empty(len(bounds), dtype=torch.int64)
     try:

@@ -25,7 +25,7 @@ using Words = nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // For the tests of radix.h alone.
 void sort_bits(Words entries, int first_bit, int last_bit) {
   if (first_bit < 0 || first_bit > 63 || last_bit > 64)
-    refuse("radix_sort: bits ", first_bit, "..", last_bit, " are not within 0..64");
+    throw_invalid_argument("radix_sort: bits ", first_bit, "..", last_bit, " are not within 0..64");
   const size_t n = entries.shape(0);
   const uint64_t* sorted = radix_sort(entries.data(), scratch<uint64_t>(n), n, first_bit, last_bit);
   if (sorted != entries.data()) std::copy_n(sorted, n, entries.data());
@@ -65,7 +65,7 @@ void write_group(const Entry* sorted, int64_t start, int64_t count, const Packin
 }
 
 template <typename Id>
-Packing look(const Id* ids, int64_t count) {
+Packing find_packing(const Id* ids, int64_t count) {
   int64_t low = count > 0 ? ids[0] : 0, high = low;
   for (int64_t i = 0; i < count; ++i) {
     low = std::min<int64_t>(low, ids[i]);
@@ -99,11 +99,11 @@ int64_t run(const Id* ids, const std::vector<int64_t>& bounds, const std::vector
 }
 
 template <typename Id>
-int64_t unique_of(const Id* ids, const std::vector<int64_t>& bounds, const Outputs& out, int num_threads) {
+int64_t unique_ids(const Id* ids, const std::vector<int64_t>& bounds, const Outputs& out, int num_threads) {
   std::vector<Packing> packings;
   bool fit = true;
   for (size_t g = 0; g + 1 < bounds.size(); ++g) {
-    packings.push_back(look(ids + bounds[g], bounds[g + 1] - bounds[g]));
+    packings.push_back(find_packing(ids + bounds[g], bounds[g + 1] - bounds[g]));
     fit &= packings.back().fits();
   }
   return fit ? run<Id, uint64_t>(ids, bounds, packings, out, num_threads)
@@ -118,8 +118,8 @@ int64_t unique(uintptr_t ids, int64_t num_ids, bool wide, const std::vector<int6
   check_bounds("bounds", bounds.data(), int64_t(bounds.size()), num_ids);
   const auto address = [&](size_t i) { return reinterpret_cast<int64_t*>(outputs[i]); };
   const Outputs out{address(0), address(1), address(2), address(3)};
-  return wide ? unique_of(reinterpret_cast<const int64_t*>(ids), bounds, out, num_threads)
-              : unique_of(reinterpret_cast<const int32_t*>(ids), bounds, out, num_threads);
+  return wide ? unique_ids(reinterpret_cast<const int64_t*>(ids), bounds, out, num_threads)
+              : unique_ids(reinterpret_cast<const int32_t*>(ids), bounds, out, num_threads);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
-from meseta.ops.tables import KINDS, check_bags, check_tables, plain_ids
+from meseta.ops.tables import DTYPE_CODES, check_bags, check_tables, contiguous_ids
 from meseta.ops.weight_gradient import reference
 from meseta.spec import MesetaError
 
@@ -55,7 +55,10 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
     check_tables("weight_gradient", tables)
     if len(flags) != len(tables):
         raise MesetaError(f"weight_gradient: {len(flags)} flags for {len(tables)} tables; give one for each")
-    ids, offsets = plain_ids("weight_gradient", ids), plain_ids("weight_gradient", offsets, "offsets").to(torch.int64)
+    ids, offsets = (
+        contiguous_ids("weight_gradient", ids),
+        contiguous_ids("weight_gradient", offsets, "offsets").to(torch.int64),
+    )
     num_bags, rest = divmod(offsets.numel() - 1, len(tables))
     width = sum(table.shape[1] for table in tables)
     if rest or offsets.numel() == 0 or list(gradient.shape) != [num_bags, width]:
@@ -63,7 +66,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
             f"weight_gradient: {offsets.numel()} offsets and a gradient {list(gradient.shape)} for {len(tables)} "
             f"tables with {width} columns; there must be F * B + 1 offsets and a gradient [B, {width}]"
         )
-    if tables[0].dtype not in KINDS:
+    if tables[0].dtype not in DTYPE_CODES:
         check_bags("weight_gradient", tables, ids, offsets)
         return _reference(tables, ids, offsets, gradient, flags)
     gradient = gradient.to(torch.float32).contiguous()
@@ -72,7 +75,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
     try:
         core().weight_gradient(
             described,
-            KINDS[tables[0].dtype],
+            DTYPE_CODES[tables[0].dtype],
             [ids.data_ptr(), ids.numel(), int(ids.dtype == torch.int64)],
             [offsets.data_ptr(), num_bags],
             gradient.data_ptr(),
@@ -85,7 +88,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
 
 
 def _gpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, flags: list[int]) -> Tensor:
-    if tables[0].dtype not in KINDS:
+    if tables[0].dtype not in DTYPE_CODES:
         return _reference(tables, ids, offsets, gradient, flags)
     from meseta.ops.weight_gradient import triton
 

@@ -18,7 +18,7 @@ using namespace meseta;
 
 namespace {
 
-struct Feature {
+struct GradientSource {
   const void* table;
   int64_t num_rows, dim, column;
   bool weighted, mean;
@@ -46,7 +46,7 @@ float dot(const float* gradient, const T* row, int64_t dim) {
 }
 
 template <typename T, typename Id>
-void run_bags(const Feature& f, const Batch& batch, const Id* ids, const Task& task, Mistake& mistake) {
+void run_bags(const GradientSource& f, const Batch& batch, const Id* ids, const Task& task, FirstError& mistake) {
   const int64_t* offsets = batch.offsets + int64_t(task.feature) * batch.num_bags;
   const RowLines rows(f.table, f.dim * int64_t(sizeof(T)));
   const int64_t ahead = rows.ahead(), end = offsets[task.last];
@@ -72,7 +72,7 @@ void run_bags(const Feature& f, const Batch& batch, const Id* ids, const Task& t
 }
 
 template <typename Id>
-void run(const std::vector<Feature>& features, int kind, const Batch& batch, const Id* ids, int num_threads) {
+void run(const std::vector<GradientSource>& features, int kind, const Batch& batch, const Id* ids, int num_threads) {
   std::vector<Task> tasks;
   for (size_t f = 0; f < features.size(); ++f) {
     if (!features[f].weighted) continue;
@@ -82,20 +82,20 @@ void run(const std::vector<Feature>& features, int kind, const Batch& batch, con
     for (int64_t p = 0; p < pieces; ++p)
       tasks.push_back({f, batch.num_bags * p / pieces, batch.num_bags * (p + 1) / pieces});
   }
-  Mistake mistake;
+  FirstError mistake;
   parallel_tasks(num_threads, int64_t(tasks.size()), [&](int64_t t) {
     const Task& task = tasks[size_t(t)];
-    const Feature& feature = features[task.feature];
+    const GradientSource& feature = features[task.feature];
     if (kind == 0) run_bags<float>(feature, batch, ids, task, mistake);
     if (kind == 1) run_bags<Half>(feature, batch, ids, task, mistake);
     if (kind == 2) run_bags<Bfloat>(feature, batch, ids, task, mistake);
   });
   const int64_t at = mistake.at.load();
-  if (at == Mistake::kNone) return;
+  if (at == FirstError::kNone) return;
   const int64_t* end = batch.offsets + int64_t(features.size()) * batch.num_bags + 1;
   const int64_t bag = std::upper_bound(batch.offsets, end, at) - batch.offsets - 1;
   const int64_t f = bag / batch.num_bags;
-  refuse("id ", ids[at], " of feature ", f, ", sample ", bag % batch.num_bags, ", is outside 0..",
+  throw_invalid_argument("id ", ids[at], " of feature ", f, ", sample ", bag % batch.num_bags, ", is outside 0..",
          features[size_t(f)].num_rows - 1);
 }
 
@@ -104,7 +104,7 @@ void run(const std::vector<Feature>& features, int kind, const Batch& batch, con
 void weight_gradient(const std::vector<int64_t>& tables, int kind, std::array<int64_t, 3> ids,
                      std::array<int64_t, 2> offsets, uintptr_t gradient, uintptr_t out, int num_threads) {
   nb::gil_scoped_release unlocked;
-  std::vector<Feature> features;
+  std::vector<GradientSource> features;
   int64_t column = 0;
   for (size_t i = 0; i + 4 <= tables.size(); i += 4) {
     features.push_back({reinterpret_cast<const void*>(tables[i]), tables[i + 1], tables[i + 2], column,

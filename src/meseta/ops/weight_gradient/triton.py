@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meseta.ops.device_words import device_words
-from meseta.ops.tables import check_tables, plain_ids
-from meseta.ops.triton_shared import ROW_TYPES, last_at_most, sum_16
+from meseta.ops.device_constants import device_constant
+from meseta.ops.tables import check_tables, contiguous_ids
+from meseta.ops.triton_shared import ROW_TYPES, find_last_at_most, sum_16
 from meseta.spec import MesetaError
 
 IDS = tl.constexpr(64)
 """Ids of a program."""
-WORDS = tl.constexpr(5)
+FEATURE_WORDS = tl.constexpr(5)
 """What the kernel knows of a feature: address, rows and columns of its table, its column in the gradient, flags."""
 
 
@@ -26,7 +26,7 @@ def weight_gradient(
 ) -> Tensor:
     """See meseta.ops.weight_gradient.weight_gradient; an id outside its table gets zero."""
     check_tables("weight_gradient", tables)
-    ids, offsets = plain_ids("weight_gradient", ids), offsets.to(torch.int64).contiguous()
+    ids, offsets = contiguous_ids("weight_gradient", ids), offsets.to(torch.int64).contiguous()
     num_bags, rest = divmod(offsets.numel() - 1, len(tables))
     width = sum(table.shape[1] for table in tables)
     if rest or offsets.numel() == 0 or list(gradient.shape) != [num_bags, width]:
@@ -44,7 +44,7 @@ def weight_gradient(
     with torch.cuda.device_of(ids):
         _dots[(triton.cdiv(ids.numel(), IDS.value),)](
             out,
-            device_words(tuple(words), ids.device),
+            device_constant(tuple(words), ids.device),
             ids,
             offsets,
             gradient.to(torch.float32).contiguous(),
@@ -61,9 +61,9 @@ def _dots(out, words, ids, offsets, gradient, ROW: tl.constexpr):
     num_features, num_bags, width = tl.load(words), tl.load(words + 1), tl.load(words + 2)
     n = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
     live = (n >= tl.load(offsets)) & (n < tl.load(offsets + num_features * num_bags)) & (n < tl.load(words + 3))
-    bag = last_at_most(offsets, tl.zeros([IDS], dtype=tl.int64), num_features * num_bags, n, live)
+    bag = find_last_at_most(offsets, tl.zeros([IDS], dtype=tl.int64), num_features * num_bags, n, live)
     length = tl.load(offsets + bag + 1, mask=live, other=1) - tl.load(offsets + bag, mask=live, other=0)
-    feature = words + 4 + bag // num_bags * WORDS
+    feature = words + 4 + bag // num_bags * FEATURE_WORDS
     flags = tl.load(feature + 4, mask=live, other=0)
     row = tl.load(ids + n, mask=live, other=0).to(tl.int64)
     live = live & (row >= 0) & (row < tl.load(feature + 1, mask=live, other=0)) & ((flags & 1) != 0)

@@ -18,7 +18,7 @@ from meseta.ops.row_program.optimizer import (
 )
 from meseta.spec import OptimizerSpec
 
-SecondState = Callable[[Tensor], Tensor]
+SecondMomentInit = Callable[[Tensor], Tensor]
 
 
 def adam(spec: OptimizerSpec) -> RowOptimizer:
@@ -28,7 +28,7 @@ def adam(spec: OptimizerSpec) -> RowOptimizer:
         mean, root, moments = _moments(spec, g, g * g, state, h)
         return w - (mean * h.lr) / (root + spec.eps), moments
 
-    return RowOptimizer(name=spec.name, init=_init(element_state), update=update)
+    return RowOptimizer(name=spec.name, init=_make_init(element_state), update=update)
 
 
 def rowwise_adam(spec: OptimizerSpec) -> RowOptimizer:
@@ -38,7 +38,7 @@ def rowwise_adam(spec: OptimizerSpec) -> RowOptimizer:
         mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
         return w - (mean * h.lr) / (root + spec.eps), moments
 
-    return RowOptimizer(name="rowwise_adam", init=_init(row_state), row_stats=(_gradient_sq,), update=update)
+    return RowOptimizer(name="rowwise_adam", init=_make_init(row_state), row_stats=(_gradient_sq,), update=update)
 
 
 def lamb(spec: OptimizerSpec) -> RowOptimizer:
@@ -52,10 +52,13 @@ def lamb(spec: OptimizerSpec) -> RowOptimizer:
 
     def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, g * g, state, h)
-        return _decayed(mean / (root + spec.eps), w, spec), moments
+        return _apply_decay(mean / (root + spec.eps), w, spec), moments
 
     return RowOptimizer(
-        name="lamb", init=_init(element_state), row_stats=(_norms_of(direction),), update=_scaled(direction)
+        name="lamb",
+        init=_make_init(element_state),
+        row_stats=(_make_norm_stats(direction),),
+        update=_make_scaled_update(direction),
     )
 
 
@@ -64,17 +67,17 @@ def rowwise_lamb(spec: OptimizerSpec) -> RowOptimizer:
 
     def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
-        return _decayed(mean / (root + spec.eps), w, spec), moments
+        return _apply_decay(mean / (root + spec.eps), w, spec), moments
 
     return RowOptimizer(
         name="rowwise_lamb",
-        init=_init(row_state),
-        row_stats=(_gradient_sq, _norms_of(direction)),
-        update=_scaled(direction),
+        init=_make_init(row_state),
+        row_stats=(_gradient_sq, _make_norm_stats(direction)),
+        update=_make_scaled_update(direction),
     )
 
 
-def _init(second_state: SecondState) -> Callable[[Tensor], RowState]:
+def _make_init(second_state: SecondMomentInit) -> Callable[[Tensor], RowState]:
     return lambda weight: {"exp_avg": element_state(weight), "exp_avg_sq": second_state(weight)}
 
 
@@ -87,7 +90,7 @@ def _moments(spec: OptimizerSpec, g: Value, square: Value, state: Values, h: Hyp
     return mean, root, {"exp_avg": first, "exp_avg_sq": second}
 
 
-def _decayed(direction: Value, w: Value, spec: OptimizerSpec) -> Value:
+def _apply_decay(direction: Value, w: Value, spec: OptimizerSpec) -> Value:
     return direction + w * spec.weight_decay if spec.weight_decay else direction
 
 
@@ -95,10 +98,10 @@ def _gradient_sq(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> 
     return {"gradient_sq": g * g}
 
 
-Direction = Callable[[Value, Value, Values, Values, Hyper], tuple[Value, Values]]
+DirectionFunction = Callable[[Value, Value, Values, Values, Hyper], tuple[Value, Values]]
 
 
-def _norms_of(direction: Direction) -> Callable[[Value, Value, Values, Values, Hyper], Values]:
+def _make_norm_stats(direction: DirectionFunction) -> Callable[[Value, Value, Values, Values, Hyper], Values]:
     def row_stats(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
         along, _ = direction(w, g, state, stats, h)
         return {"weight_sq": w * w, "direction_sq": along * along}
@@ -106,7 +109,7 @@ def _norms_of(direction: Direction) -> Callable[[Value, Value, Values, Values, H
     return row_stats
 
 
-def _scaled(direction: Direction) -> Direction:
+def _make_scaled_update(direction: DirectionFunction) -> DirectionFunction:
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         along, moments = direction(w, g, state, stats, h)
         quotient = stats["weight_sq"].sqrt() / stats["direction_sq"].sqrt()

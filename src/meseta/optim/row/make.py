@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from meseta.machine.own_code import import_own
+from meseta.machine.user_code import import_custom
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_program.program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
 from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
-from meseta.optim.row.change import absolute_penalty, clip_norm, clip_value, coupled_decay, decoupled_decay
 from meseta.optim.row.sgd import frozen, lars, sgd
-from meseta.spec import MesetaError, OptimizerSpec, nearest
+from meseta.optim.row.transforms import clip_norm, clip_value, coupled_decay, decoupled_decay, l1_penalty
+from meseta.spec import MesetaError, OptimizerSpec, suggest
 
-Factory = Callable[[OptimizerSpec], RowOptimizer]
+RowOptimizerFactory = Callable[[OptimizerSpec], RowOptimizer]
 
-FACTORIES: dict[str, Factory] = {
+FACTORIES: dict[str, RowOptimizerFactory] = {
     "sgd": sgd,
     "adagrad": adagrad,
     "rowwise_adagrad": rowwise_adagrad,
@@ -30,7 +30,7 @@ FACTORIES: dict[str, Factory] = {
     "rmsprop": rmsprop,
     "frozen": frozen,
 }
-DECAY_INSIDE = ("lamb", "rowwise_lamb", "lars")
+BUILT_IN_DECAY = ("lamb", "rowwise_lamb", "lars")
 """Those that apply weight decay themselves, as published."""
 
 
@@ -40,14 +40,14 @@ def make_row_optimizer(spec: OptimizerSpec) -> RowOptimizer:
     Raises MesetaError for an optimizer of the user's own that cannot be imported, is no RowOptimizer, cannot be
     traced, or keeps other state than the spec says.
     """
-    return _make(_own_factory(spec.name) if spec.is_own else FACTORIES[spec.name], spec)
+    return _build(_import_factory(spec.name) if spec.is_custom else FACTORIES[spec.name], spec)
 
 
 @cache
-def _make(factory: Factory, spec: OptimizerSpec) -> RowOptimizer:
+def _build(factory: RowOptimizerFactory, spec: OptimizerSpec) -> RowOptimizer:
     optimizer = factory(spec)
-    if spec.is_own:
-        _check_own(optimizer, spec)
+    if spec.is_custom:
+        _check_custom(optimizer, spec)
     if spec.stepped_rows != "looked_up":  # whose gradient holds the penalties of each lookup already
         optimizer = _with_penalties(optimizer, spec)
     if spec.clip_norm is not None:
@@ -58,19 +58,19 @@ def _make(factory: Factory, spec: OptimizerSpec) -> RowOptimizer:
 
 
 def _with_penalties(optimizer: RowOptimizer, spec: OptimizerSpec) -> RowOptimizer:
-    if spec.weight_decay and spec.name not in DECAY_INSIDE:
+    if spec.weight_decay and spec.name not in BUILT_IN_DECAY:
         is_decoupled = spec.name == "adamw" or spec.weight_decay_mode == "decoupled"
         optimizer = (decoupled_decay if is_decoupled else coupled_decay)(optimizer, spec.weight_decay)
-    if spec.l1 and spec.name != "ftrl" and not spec.is_own:  # ftrl solves for it; a user's own may use it as it will
-        optimizer = absolute_penalty(optimizer, spec.l1)
+    if spec.l1 and spec.name != "ftrl" and not spec.is_custom:  # ftrl solves for it; a user's own may use it as it will
+        optimizer = l1_penalty(optimizer, spec.l1)
     return optimizer
 
 
-def _own_factory(name: str) -> Factory:
+def _import_factory(name: str) -> RowOptimizerFactory:
     """What 'package.module:factory' names."""
     module_name, _, attribute = name.partition(":")
     try:
-        module = import_own(f"row optimizer {name!r}", module_name)
+        module = import_custom(f"row optimizer {name!r}", module_name)
     except (ImportError, ValueError) as error:  # ValueError: the name is empty
         raise MesetaError(
             f"row optimizer {name!r}: module {module_name!r} cannot be imported ({error}); "
@@ -81,12 +81,12 @@ def _own_factory(name: str) -> Factory:
         functions = [key for key, value in vars(module).items() if callable(value)]
         raise MesetaError(
             f"row optimizer {name!r}: module {module_name!r} has no function {attribute!r}; "
-            f"{nearest(attribute, functions)}"
+            f"{suggest(attribute, functions)}"
         )
     return factory
 
 
-def _check_own(optimizer: object, spec: OptimizerSpec) -> None:
+def _check_custom(optimizer: object, spec: OptimizerSpec) -> None:
     owner = f"row optimizer {spec.name!r}"
     if not isinstance(optimizer, RowOptimizer):
         raise MesetaError(f"{owner}: the factory must return a RowOptimizer, got {type(optimizer).__name__}")

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meseta.spec import CostModel, DeviceKind, Link
-from meseta.spec.cost_model import DRAWN, CacheCost, DenseCost, ExchangeCost, LookupCost, TierCost, UpdateCost
+from meseta.spec.cost_model import (
+    STOCHASTIC_SUFFIX,
+    DenseCost,
+    ExchangeCost,
+    HardwareCacheCost,
+    LookupCost,
+    TierCost,
+    UpdateCost,
+)
 
-_REACHED = 0.8
+_BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's bandwidth that programs reach: an assumption, of memory and of links alike."""
 _MFU = 0.4
 """Share of a data sheet's tensor throughput that the matrix products of a recommendation model reach: an assumption,
@@ -15,7 +23,14 @@ since its layers are a few hundred to a few thousand wide and fill a GPU in part
 
 _PEER_S = 3e-5
 """What one more rank takes in a collective over gloo: an assumption, a tenth of what was measured between two."""
-_ENCODE_S = {"fp16": 0.0, "bf16": 0.0, "fp8": 3.7e-10, "int8": 1.6e-10, f"fp8{DRAWN}": 1.0e-9, f"int8{DRAWN}": 7.5e-10}
+_ENCODE_S = {
+    "fp16": 0.0,
+    "bf16": 0.0,
+    "fp8": 3.7e-10,
+    "int8": 1.6e-10,
+    f"fp8{STOCHASTIC_SUFFIX}": 1.0e-9,
+    f"int8{STOCHASTIC_SUFFIX}": 7.5e-10,
+}
 _DECODE_S = {"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11}
 """Of a number that a codec writes and reads: 2,048 rows of 64 columns on a Zen 4 core, 2026-11-24, less the copy of its
 bytes."""
@@ -36,7 +51,9 @@ def _cpu() -> CostModel:
     """
     source = "measured on one thread of an AMD EPYC (Zen 4)"
     fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
-    between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4 - _PEER_S, peer_s=_PEER_S)  # 25 Gb/s Ethernet
+    between = Link(
+        bytes_per_s=25e9 / 8 * _BANDWIDTH_SHARE, latency_s=4e-4 - _PEER_S, peer_s=_PEER_S
+    )  # 25 Gb/s Ethernet
     return CostModel(
         device="cpu",
         lookup=LookupCost(
@@ -69,7 +86,7 @@ def _cpu() -> CostModel:
             staged_row_s=3.5e-8,
             source=fitted,
         ),
-        cache=CacheCost(cache_bytes=4e6, source=fitted),
+        cache=HardwareCacheCost(cache_bytes=4e6, source=fitted),
         dense=DenseCost(float32_flops_per_s=103e9, bfloat16_flops_per_s=225e9, call_s=5e-4, source=source),
         exchange=ExchangeCost(
             copy_byte_s=2.5e-10,
@@ -104,7 +121,7 @@ def _cpu_tiers(source: str) -> TierCost:
     )
 
 
-class _Sheet(NamedTuple):
+class _DataSheet(NamedTuple):
     """Figures of one GPU from its data sheet. Bandwidths are bytes per second, throughputs dense FLOP/s."""
 
     memory_bytes: int
@@ -119,24 +136,24 @@ class _Sheet(NamedTuple):
     """One way."""
 
 
-_SHEETS: dict[str, _Sheet] = {
+_DATA_SHEETS: dict[str, _DataSheet] = {
     # NVIDIA A100 40GB data sheet: 40 GB, 1,555 GB/s; 40 MB of L2; 156 and 312 TFLOPS; NVLink 600 GB/s both ways; DGX
     # A100: 200 Gb/s per GPU; PCIe 4.0 x16.
-    "a100": _Sheet(40 * 10**9, 1.555e12, 40e6, 156e12, 312e12, 300e9, 25e9, 32e9),
+    "a100": _DataSheet(40 * 10**9, 1.555e12, 40e6, 156e12, 312e12, 300e9, 25e9, 32e9),
     # NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s; 50 MB; 494 and 989 TFLOPS without sparsity; NVLink 900 GB/s; DGX
     # H100: 400 Gb/s per GPU; PCIe 5.0 x16.
-    "h100": _Sheet(80 * 10**9, 3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    "h100": _DataSheet(80 * 10**9, 3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
     # NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s; else as the H100.
-    "h200": _Sheet(141 * 10**9, 4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    "h200": _DataSheet(141 * 10**9, 4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
     # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s over 8 GPUs; 1.1 and 2.25 PFLOPS without sparsity; NVLink 1.8
     # TB/s; 400 Gb/s per GPU; L2 of 126 MB as the driver reports.
-    "b200": _Sheet(180 * 10**9, 8.0e12, 126e6, 1.1e15, 2.25e15, 900e9, 50e9, 64e9),
+    "b200": _DataSheet(180 * 10**9, 8.0e12, 126e6, 1.1e15, 2.25e15, 900e9, 50e9, 64e9),
 }
 
 
 def documented_memory_bytes(device: DeviceKind) -> int | None:
     """Return the memory of one GPU in bytes by its data sheet; `None` for a CPU, whose hosts differ."""
-    return _SHEETS[device].memory_bytes if device in _SHEETS else None
+    return _DATA_SHEETS[device].memory_bytes if device in _DATA_SHEETS else None
 
 
 def _gpu(device: DeviceKind) -> CostModel:
@@ -147,11 +164,13 @@ def _gpu(device: DeviceKind) -> CostModel:
     few launches takes 20 to 100 us; small collectives 20 us inside a host and 40 across; four NVMe drives a host give
     25 GB/s, half of that written, and 4 million reads of 4 KB a second, whose processor time is left out.
     """
-    _, memory, cache, tf32, bf16, nvlink, network, pcie = _SHEETS[device]
-    byte_s, cached_byte_s = 1 / (memory * _REACHED), 1 / (memory * _REACHED * 3)
-    source = f"data sheet of {device.upper()}, {_REACHED:.0%} of its bandwidths, {_MFU:.0%} of its tensor throughput"
-    inside = Link(bytes_per_s=nvlink * _REACHED, latency_s=2e-5)
-    across = Link(bytes_per_s=network * _REACHED, latency_s=4e-5)
+    _, memory, cache, tf32, bf16, nvlink, network, pcie = _DATA_SHEETS[device]
+    byte_s, cached_byte_s = 1 / (memory * _BANDWIDTH_SHARE), 1 / (memory * _BANDWIDTH_SHARE * 3)
+    source = (
+        f"data sheet of {device.upper()}, {_BANDWIDTH_SHARE:.0%} of its bandwidths, {_MFU:.0%} of its tensor throughput"
+    )
+    inside = Link(bytes_per_s=nvlink * _BANDWIDTH_SHARE, latency_s=2e-5)
+    across = Link(bytes_per_s=network * _BANDWIDTH_SHARE, latency_s=4e-5)
     sort_id_s = 4 / 29.4e9 * 1.555e12 / memory
     return CostModel(
         device=device,
@@ -175,7 +194,7 @@ def _gpu(device: DeviceKind) -> CostModel:
             number_s=dict.fromkeys(("sgd", "adam"), 0.0),
             source=source,
         ),
-        cache=CacheCost(cache_bytes=cache, source=source),
+        cache=HardwareCacheCost(cache_bytes=cache, source=source),
         dense=DenseCost(float32_flops_per_s=tf32 * _MFU, bfloat16_flops_per_s=bf16 * _MFU, call_s=1e-3, source=source),
         exchange=ExchangeCost(
             copy_byte_s=2 * byte_s,
@@ -187,7 +206,7 @@ def _gpu(device: DeviceKind) -> CostModel:
             source=source,
         ),
         tiers=TierCost(
-            host_bytes_per_s=pcie * _REACHED,
+            host_bytes_per_s=pcie * _BANDWIDTH_SHARE,
             disk_bytes_per_s=25e9,
             disk_write_bytes_per_s=12e9,
             disk_row_s=1 / 4e6,

@@ -9,21 +9,21 @@ import numpy as np
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.exchange import Collective, collectives
-from meseta.planner.cost.exposed import Exposed, Sent, dense_pieces, schedule_of
-from meseta.planner.cost.loads import FAR, Loads, WorkloadLoads
-from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
-from meseta.planner.cost.neural import collective_ratio, rank_seconds
+from meseta.planner.cost.loads import OFFLOADED_TIER_INDICES, ShardLoads, WorkloadLoads
+from meseta.planner.cost.memory import MemoryBytes, PlanLoads, RunBytes, memory_bytes
+from meseta.planner.cost.neural import collective_correction, rank_seconds
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
-from meseta.planner.cost.placement import Placement, Room
+from meseta.planner.cost.overlapped_step import OverlappedStep, TransferCost, dense_op_seconds, schedule_for
+from meseta.planner.cost.placement import CacheOptions, Placement
 from meseta.planner.cost.reuse import Floats
-from meseta.planner.cost.schedule import SUMS
+from meseta.planner.cost.schedule import ALL_REDUCES
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
-from meseta.spec.stages import COMPONENTS, Component
+from meseta.spec.stages import STEP_COMPONENTS, StepComponent
 from meseta.spec.tiers import HBM, MEMORIES, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.transfers import TransferMeans
 
-COMPUTE = ("lookup", "update")
+COMPUTE_COMPONENTS = ("lookup", "update")
 """Parts in which ranks do not wait for each other."""
 
 
@@ -31,7 +31,7 @@ COMPUTE = ("lookup", "update")
 class Prediction:
     """What a plan is predicted to cost."""
 
-    seconds: Mapping[Component, Floats]
+    seconds: Mapping[StepComponent, Floats]
     """Of each component on every rank [R], with transfers for what they are waited for; COMPONENTS are the keys."""
     step_s: float
     """Of a training step: the slowest rank's lookup and update, the dense part, and every collective at its slowest
@@ -39,7 +39,7 @@ class Prediction:
     are read from a disk beside all of that, one batch ahead; a step takes no less than its reads."""
     bottleneck: int
     """Rank with the most lookup and update."""
-    memory_bytes: Bytes
+    memory_bytes: MemoryBytes
     """By phase and tier, of every rank [R]."""
     collectives: tuple[Collective, ...]
     """With the bytes that every rank sends and receives, by level."""
@@ -47,11 +47,11 @@ class Prediction:
     """Seconds of each of them on every rank [R], with packing, writing and reading."""
     link_s: tuple[Floats, ...]
     """Of these, on links [R]: in all others a rank packs, writes and reads."""
-    waited_s: tuple[Floats, ...]
+    exposed_s: tuple[Floats, ...]
     """What of them every rank [R] stands still for: all that is on links where nothing is hidden."""
     disk_s: Floats
     """What the disks of its host take for each rank [R], while it trains the batch before."""
-    misses: Mapping[str, float]
+    cache_misses: Mapping[str, float]
     """By table with rows that lie far: those of a batch that do not lie near, over all ranks."""
 
     @property
@@ -67,10 +67,10 @@ class Prediction:
     def transfers_by_rank(self) -> list[dict[str, TransferMeans]]:
         """What each rank sends in a step, how long that takes, and how long it waits, by the name of the transfer."""
         found: list[dict[str, TransferMeans]] = [{} for _ in range(self.num_ranks)]
-        for one, seconds, waited in zip(self.collectives, self.collective_s, self.waited_s, strict=True):
+        for one, seconds, waited in zip(self.collectives, self.collective_s, self.exposed_s, strict=True):
             for rank, of_rank in enumerate(found):
-                sent = float(one.sent_inside[rank]), float(one.sent_across[rank])
-                means = TransferMeans(one.times, *sent, float(seconds[rank]), float(waited[rank]))
+                sent = float(one.sent_intra_host[rank]), float(one.sent_inter_host[rank])
+                means = TransferMeans(one.num_calls, *sent, float(seconds[rank]), float(waited[rank]))
                 of_rank[one.name] = of_rank[one.name] + means if one.name in of_rank else means
         return found
 
@@ -83,7 +83,7 @@ class Prediction:
         peaks = {memory: self.peak_bytes(memory) for memory in MEMORIES}
         return {memory: int(held.argmax()) for memory, held in peaks.items() if held.any()}
 
-    def foremost_ranks(self, max_ranks: int) -> list[int]:
+    def most_loaded_ranks(self, max_ranks: int) -> list[int]:
         """Return at most `max_ranks` ranks in ascending order: the fullest of each memory, then the busiest."""
         busiest = sorted(range(self.num_ranks), key=lambda rank: -self.compute_s[rank])
         return sorted(list(dict.fromkeys([*self.fullest_ranks().values(), *busiest]))[:max_ranks])
@@ -111,97 +111,97 @@ def predict(
 
     Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
     """
-    _check(plan, topology)
+    _check_topology(plan, topology)
     cost_model = cost_model or documented_cost_model(topology.device)
     loads = loads or WorkloadLoads(workload)
-    if unknown := [entry.table for entry in plan.tables if entry.table not in loads.index]:
+    if unknown := [entry.table for entry in plan.tables if entry.table not in loads.table_index]:
         raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
     storage = None if run is None else run.storage
-    room = Room(auto_share=cost_model.tiers.cached_share) if storage is None else Room(storage)
-    placement = Placement.of(plan, loads, topology.devices_per_host, room)
+    room = CacheOptions(default_share=cost_model.tiers.cached_share) if storage is None else CacheOptions(storage)
+    placement = Placement.from_plan(plan, loads, topology.devices_per_host, room)
     sharded = _sharded_loads(loads, placement, cost_model.cache.cache_bytes)
-    replicated = loads.loads(placement.replicated)
-    lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
+    replicated = loads.shard_loads(placement.replicated)
+    lookup, update = _operator_seconds_by_rank(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
-    batch = BatchLoads(placement, sharded, replicated, loads, transfers, topology.device == "cpu")
+    batch = PlanLoads(placement, sharded, replicated, loads, transfers, topology.device == "cpu")
     exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
     dense_s = dense_seconds(workload, topology, cost_model)
-    sorted_ids = float((sharded.ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
-    each_s = [_sent(own, cost_model, topology, sorted_ids) for own in exchanged]
-    step_s, hidden_s = _step(workload, (lookup, update), dense_s, each_s)
+    sorted_ids = float((sharded.num_ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
+    each_s = [_transfer_cost(own, cost_model, topology, sorted_ids) for own in exchanged]
+    step_s, hidden_s = _step_seconds(workload, (lookup, update), dense_s, each_s)
     disk_s = _disk_seconds(placement, sharded, cost_model, topology, storage)
-    seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
+    seconds: dict[StepComponent, Floats] = {name: np.zeros(plan.num_ranks) for name in STEP_COMPONENTS}
     seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "update": update}
     seconds["dense"] = seconds["dense"] + dense_s
-    exposed_s = [one.exposed(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
+    exposed_s = [one.exposed_s(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
     for own, exposed in zip(exchanged, exposed_s, strict=True):
-        seconds[own.stage] = seconds[own.stage] + exposed
+        seconds[own.component] = seconds[own.component] + exposed
     return Prediction(
         seconds=seconds,
         step_s=max(step_s, float(disk_s.max(initial=0.0))),
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(batch, run),
+        memory_bytes=memory_bytes(batch, run),
         collectives=exchanged,
         collective_s=tuple(one.seconds for one in each_s),
         link_s=tuple(one.link_s for one in each_s),
-        waited_s=tuple(np.maximum(own - one.packing_s, 0.0) for own, one in zip(exposed_s, each_s, strict=True)),
+        exposed_s=tuple(np.maximum(own - one.packing_s, 0.0) for own, one in zip(exposed_s, each_s, strict=True)),
         disk_s=disk_s,
-        misses=_misses(workload, placement, sharded),
+        cache_misses=_cache_misses(workload, placement, sharded),
     )
 
 
-def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: float) -> Loads:
+def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: float) -> ShardLoads:
     """Of the pieces with one owner, which share the cache of their rank."""
     pieces, owner = placement.sharded, placement.owner
-    held = loads.held_samples(pieces, owner, placement.num_ranks, cache_bytes)
-    rank_bytes = placement.by_rank(loads.stored_bytes(pieces)) + loads.stored_bytes(placement.replicated).sum()
-    of_owner = {"held_samples": held[owner], "rank_bytes": rank_bytes[owner]}
-    return loads.loads(pieces, **of_owner, num_ranks=placement.num_ranks)
+    held = loads.hardware_cached_samples(pieces, owner, placement.num_ranks, cache_bytes)
+    rank_bytes = placement.sum_by_rank(loads.stored_bytes(pieces)) + loads.stored_bytes(placement.replicated).sum()
+    of_owner = {"hardware_cached_samples": held[owner], "rank_bytes": rank_bytes[owner]}
+    return loads.shard_loads(pieces, **of_owner, num_ranks=placement.num_ranks)
 
 
 def _disk_seconds(
-    placement: Placement, sharded: Loads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
+    placement: Placement, sharded: ShardLoads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
 ) -> Floats:
     """That disks are busy for each rank in a step [R]."""
     limit = None if storage is None else storage.max_reads_per_s
     row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, limit)
-    return placement.by_rank(sharded.tier_misses * row_s)
+    return placement.sum_by_rank(sharded.tier_misses * row_s)
 
 
-def _misses(workload: Workload, placement: Placement, sharded: Loads) -> dict[str, float]:
+def _cache_misses(workload: Workload, placement: Placement, sharded: ShardLoads) -> dict[str, float]:
     """By table with rows that lie near and far."""
-    is_far = np.isin(sharded.tier, FAR)
+    is_far = np.isin(sharded.tier_index, OFFLOADED_TIER_INDICES)
     numbers, misses = placement.sharded.table[is_far], sharded.tier_misses[is_far]
     return {workload.tables[number].name: float(misses[numbers == number].sum()) for number in np.unique(numbers)}
 
 
-def _sent(own: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float) -> Sent:
+def _transfer_cost(own: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float) -> TransferCost:
     """Its seconds on links, and those of packing, codecs, and the sorting of `sorted_ids` by owner. What a lane of its
     own carries is encoded there."""
-    link_s = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
-    spent = link_s + _packing(own, cost_model) + own.codec_s
+    link_s = own.seconds(cost_model, topology) * collective_correction(cost_model, topology, own)
+    spent = link_s + _packing_seconds(own, cost_model) + own.codec_s
     if own.name == "ids":
         spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
-    return Sent(own.name, spent, link_s + own.codec_s if own.name in SUMS else link_s)
+    return TransferCost(own.name, spent, link_s + own.codec_s if own.name in ALL_REDUCES else link_s)
 
 
-def _step(
-    workload: Workload, computed: tuple[Floats, Floats], dense_s: float, sent: Sequence[Sent]
+def _step_seconds(
+    workload: Workload, computed: tuple[Floats, Floats], dense_s: float, sent: Sequence[TransferCost]
 ) -> tuple[float, Sequence[float]]:
     """(seconds of a step, and of each transfer those that are hidden), from lookup and update of every rank, and the
     dense part."""
     step_s = float((computed[0] + computed[1]).max() + dense_s)
     for one in sent:
         step_s += float(one.seconds.max())
-    schedule = schedule_of(workload, [one.name for one in sent])
+    schedule = schedule_for(workload, [one.name for one in sent])
     if schedule is not None:
-        found = Exposed.of(schedule, computed, dense_pieces(workload, dense_s), sent)
+        found = OverlappedStep.from_schedule(schedule, computed, dense_op_seconds(workload, dense_s), sent)
         if found.step_s < step_s:
             return found.step_s, found.hidden_s
     return step_s, [0.0] * len(sent)
 
 
-def _check(plan: Plan, topology: Topology) -> None:
+def _check_topology(plan: Plan, topology: Topology) -> None:
     if plan.num_ranks != topology.num_ranks:
         raise MesetaError(
             f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
@@ -223,31 +223,33 @@ def replica_seconds(
     """
     pieces, ranks = placement.replicated, placement.num_ranks
     batch = loads.workload.batch_size
-    mine = loads.loads(pieces, num_samples=batch / ranks)
+    mine = loads.shard_loads(pieces, num_samples=batch / ranks)
     lookup_s, add_s = operator_seconds(cost_model, mine)
     if ranks == 1:
         return lookup_s, add_s
-    every = loads.loads(pieces)
+    every = loads.shard_loads(pieces)
     update = cost_model.update
-    gradient_bytes = every.num_rows * (every.columns + 1) * every.number_bytes
-    row_bytes = every.row_bytes + every.state_bytes + every.columns * every.number_bytes
-    number_s = np.array([update.number_seconds(name) for name in every.optimizers])[every.optimizer]
-    step_s = every.distinct * (update.row_s + update.miss_s + row_bytes * update.miss_byte_s + every.columns * number_s)
+    gradient_bytes = every.num_rows * (every.num_columns + 1) * every.element_bytes
+    row_bytes = every.row_bytes + every.state_bytes + every.num_columns * every.element_bytes
+    number_s = np.array([update.element_seconds(name) for name in every.optimizers])[every.optimizer_index]
+    step_s = every.num_distinct_rows * (
+        update.row_s + update.miss_s + row_bytes * update.miss_byte_s + every.num_columns * number_s
+    )
     clear_s = gradient_bytes * cost_model.exchange.copy_byte_s
     return lookup_s, np.where(every.is_frozen, 0.0, add_s + step_s + clear_s)
 
 
-def _operators(
+def _operator_seconds_by_rank(
     placement: Placement,
-    sharded: Loads,
-    replicated: Loads,
+    sharded: ShardLoads,
+    replicated: ShardLoads,
     loads: WorkloadLoads,
     cost_model: CostModel,
     topology: Topology,
 ) -> tuple[Floats, Floats]:
     """Seconds of lookup and update of every rank."""
     totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks)
-    if len(replicated.ids):
+    if len(replicated.num_ids):
         extra = replica_seconds(loads, placement, cost_model, topology)
         calls = (cost_model.lookup.call_s, 2 * cost_model.update.call_s)
         lookup, update = (total + own.sum() + call for total, own, call in zip(totals, extra, calls, strict=True))
@@ -265,7 +267,7 @@ def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel)
     return dense.flops_per_sample * samples / flops_per_s + cost.call_s
 
 
-def _packing(own: Collective, cost_model: CostModel) -> Floats:
+def _packing_seconds(own: Collective, cost_model: CostModel) -> Floats:
     """Seconds in which what is sent is packed, and what came is put in place."""
-    num_bytes = own.sent_inside + own.sent_across + own.received_inside + own.received_across
+    num_bytes = own.sent_intra_host + own.sent_inter_host + own.received_intra_host + own.received_inter_host
     return cost_model.exchange.copy_byte_s * num_bytes

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meseta.spec import Reuse
 
 Floats = NDArray[np.float64]
-_NEVER = 1e-12
+_TINY = 1e-12
 """Keeps logarithms finite."""
 
 
@@ -27,45 +27,55 @@ class RowClasses:
     the singletons and for all rows that the window did not show, since nothing tells them apart.
     """
 
-    extents: Floats
+    num_rows: Floats
     """Rows of each class [n, K]; a table's sum is its number of rows."""
-    counts: Floats
+    lookups_per_row: Floats
     """Lookups of one row of the class in a window [n, K]; of one of its rows seen, for the coldest class."""
-    shares: Floats
+    lookup_shares: Floats
     """Share of the lookups [n, K]."""
-    seen: Floats
+    num_seen_rows: Floats
     """Rows of the coldest class that a window shows [n]."""
-    coldest: NDArray[np.int64]
+    coldest_index: NDArray[np.int64]
     """Index of the coldest class [n]."""
-    window_ids: Floats
+    window_lookups: Floats
     """Lookups of a window [n]; infinite where every row is as likely as any other."""
 
     def take(self, tables: NDArray[np.int64]) -> RowClasses:
         """Those of some tables, repeated or not."""
         return RowClasses(
-            *(getattr(self, name)[tables] for name in ("extents", "counts", "shares", "seen", "coldest", "window_ids"))
+            *(
+                getattr(self, name)[tables]
+                for name in (
+                    "num_rows",
+                    "lookups_per_row",
+                    "lookup_shares",
+                    "num_seen_rows",
+                    "coldest_index",
+                    "window_lookups",
+                )
+            )
         )
 
-    def chance(self, num_ids: Floats) -> Floats:
+    def lookup_probability(self, num_ids: Floats) -> Floats:
         """Probability that a row of each class is among `num_ids` lookups of its table; [n] -> [n, K]."""
-        uniform = np.isinf(self.window_ids)
-        part = num_ids / np.where(uniform, 1.0, self.window_ids)
-        kept = np.where(uniform, 0.0, np.log(np.maximum(1.0 - part, _NEVER)))  # log of (1 - q), for q up to 1
-        found = -np.expm1(kept[:, None] * self.counts)
+        uniform = np.isinf(self.window_lookups)
+        part = num_ids / np.where(uniform, 1.0, self.window_lookups)
+        kept = np.where(uniform, 0.0, np.log(np.maximum(1.0 - part, _TINY)))  # log of (1 - q), for q up to 1
+        found = -np.expm1(kept[:, None] * self.lookups_per_row)
         each = np.arange(len(part))
-        rest, rows = self.extents[each, self.coldest], self.seen
-        cold = found[each, self.coldest] * rows / np.maximum(rest, _NEVER)
+        rest, rows = self.num_rows[each, self.coldest_index], self.num_seen_rows
+        cold = found[each, self.coldest_index] * rows / np.maximum(rest, _TINY)
         new = np.maximum(rest - rows, 0.0)
-        singles = np.where(self.counts[each, self.coldest] < 1.5, rows, 0.0)
-        grown = rows + new * -np.expm1(-singles * np.maximum(part - 1.0, 0.0) / np.maximum(new, _NEVER))
-        cold = np.where(part > 1.0, grown / np.maximum(rest, _NEVER), cold)
+        singles = np.where(self.lookups_per_row[each, self.coldest_index] < 1.5, rows, 0.0)
+        grown = rows + new * -np.expm1(-singles * np.maximum(part - 1.0, 0.0) / np.maximum(new, _TINY))
+        cold = np.where(part > 1.0, grown / np.maximum(rest, _TINY), cold)
         cold = np.where(uniform, -np.expm1(-num_ids / np.maximum(rest, 1.0)), cold)
-        found[each, self.coldest] = cold
+        found[each, self.coldest_index] = cold
         return np.clip(found, 0.0, 1.0)
 
-    def distinct(self, num_ids: Floats) -> Floats:
+    def distinct_rows(self, num_ids: Floats) -> Floats:
         """Expected distinct rows among `num_ids` lookups of each table [n]."""
-        return np.minimum((self.extents * self.chance(num_ids)).sum(axis=1), num_ids)
+        return np.minimum((self.num_rows * self.lookup_probability(num_ids)).sum(axis=1), num_ids)
 
 
 def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequence[Reuse | None]) -> RowClasses:
@@ -76,7 +86,7 @@ def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequen
     window_ids = np.full(n, np.inf)
     for table, (rows, factor, own) in enumerate(zip(num_rows, pooling, reuse, strict=True)):
         ids = 0.0 if own is None else own.window_samples * factor
-        classes = bins_of(rows, ids, own) if own is not None and ids > 0.0 else None
+        classes = nonempty_bins(rows, ids, own) if own is not None and ids > 0.0 else None
         if classes is None:
             extents[table, 0], shares[table, 0], seen[table] = rows, 1.0, rows
             continue
@@ -88,7 +98,7 @@ def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequen
     return RowClasses(extents, counts, shares, seen, coldest, window_ids)
 
 
-def bins_of(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Floats, Floats] | None:
+def nonempty_bins(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Floats, Floats] | None:
     """(rows, lookups of a row, share of the lookups) of each bin that has any, the hottest first; None where all are
     empty.
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 from meseta.spec import TableSpec
-from meseta.spec.tables import VALUE_BYTES
-from meseta.spec.transfer import number_bytes
+from meseta.spec.tables import ELEMENT_BYTES
+from meseta.spec.transfer import element_bytes
 
 
 def value_bytes(table: TableSpec) -> int:
     """Bytes of one number of a row, as it is stored."""
-    return VALUE_BYTES[table.dtype]
+    return ELEMENT_BYTES[table.dtype]
 
 
 def compute_bytes(table: TableSpec) -> int:
     """Bytes of one number of what is computed from rows: bags, gradients, optimizer state."""
-    return number_bytes((table,))
+    return element_bytes((table,))
 
 
 def state_bytes_per_row(table: TableSpec) -> int:
@@ -25,7 +25,7 @@ def state_bytes_per_row(table: TableSpec) -> int:
     return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
 
 
-def cell_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
+def shard_storage_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
     """Bytes of a shard of `num_rows` x `num_columns` with its optimizer state, rounded up."""
     row_bytes = table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
     return math.ceil(num_rows * row_bytes * num_columns / table.embedding_dim)

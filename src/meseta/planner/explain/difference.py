@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meseta.planner.cost.sizes import cell_bytes
+from meseta.planner.cost.sizes import shard_storage_bytes
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 
 
@@ -24,7 +24,7 @@ class TableMove:
     """Their bytes, with optimizer state where the tables tell it."""
 
 
-def moves_between(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[TableMove]:
+def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[TableMove]:
     """Tables whose places differ, the most bytes first. New tables and new rows are counted as moved: their ranks get
     them. A tier counts as another place.
 
@@ -46,28 +46,30 @@ def moves_between(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) ->
         sources = old[entry.table].shards if entry.table in old else ()
         for shard in entry.shards:
             for rank in shard.ranks:
-                own_rows, own_cells = _missing(shard, [s for s in sources if rank in s.ranks and s.tier == shard.tier])
+                own_rows, own_cells = _missing_cells(
+                    shard, [s for s in sources if rank in s.ranks and s.tier == shard.tier]
+                )
                 rows += own_rows
-                num_bytes += cell_bytes(tables[entry.table], own_cells, 1)
+                num_bytes += shard_storage_bytes(tables[entry.table], own_cells, 1)
         earlier = old.pop(entry.table, None)
         if rows or earlier is None or earlier.sharding != entry.sharding:
-            source = "" if earlier is None else describe_places(str(earlier.sharding), earlier.shards)
+            source = "" if earlier is None else describe_placement(str(earlier.sharding), earlier.shards)
             found.append(
                 TableMove(
                     table=entry.table,
                     before=source,
-                    after=describe_places(str(entry.sharding), entry.shards),
+                    after=describe_placement(str(entry.sharding), entry.shards),
                     num_rows=rows,
                     num_bytes=num_bytes,
                 )
             )
     for entry in old.values():
-        gone = describe_places(str(entry.sharding), entry.shards)
+        gone = describe_placement(str(entry.sharding), entry.shards)
         found.append(TableMove(table=entry.table, before=gone, after="", num_rows=0, num_bytes=0))
     return sorted(found, key=lambda one: (-one.num_bytes, one.table))
 
 
-def _missing(shard: Shard, held: list[Shard]) -> tuple[int, int]:
+def _missing_cells(shard: Shard, held: list[Shard]) -> tuple[int, int]:
     """(rows, cells) of a shard that its rank does not hold yet."""
     rows = cells = 0
     for other in held:
@@ -79,13 +81,13 @@ def _missing(shard: Shard, held: list[Shard]) -> tuple[int, int]:
     return max(shard.num_rows - rows, 0), shard.num_rows * shard.num_columns - cells
 
 
-def describe_places(sharding: str, shards: tuple[Shard, ...]) -> str:
+def describe_placement(sharding: str, shards: tuple[Shard, ...]) -> str:
     """A scheme with its ranks: 'row_wise on 0-3'."""
     ranks = sorted({rank for shard in shards for rank in shard.ranks})
-    return f"{sharding} on {spans(ranks)}"
+    return f"{sharding} on {format_ranks(ranks)}"
 
 
-def spans(ranks: list[int] | tuple[int, ...]) -> str:
+def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """Ascending ranks in short: '0-3, 7'; of more than four spans, how many ranks."""
     found: list[list[int]] = []
     for rank in ranks:

@@ -10,21 +10,21 @@ import numpy as np
 
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.planner.cost.memory import RunBytes, fixed_bytes
-from meseta.planner.cost.sizes import cell_bytes
-from meseta.planner.search.assignment import NO_LIMIT, BusySeconds
+from meseta.planner.cost.sizes import shard_storage_bytes
+from meseta.planner.search.assignment import UNLIMITED, BusySeconds
+from meseta.planner.search.cost_estimator import ShardCostEstimator
 from meseta.planner.search.option_costs import OptionCosts
 from meseta.planner.search.partition import place_greedily
-from meseta.planner.search.pricing import Prices
-from meseta.planner.search.problem import Problem, make_problem
+from meseta.planner.search.problem import PlacementProblem, make_problem
 from meseta.spec import CostModel, MesetaError, ShardingType, TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.tables import TableDtype
 from meseta.spec.tiers import HBM, Tier
-from meseta.telemetry.shown import byte_size
+from meseta.telemetry.formatting import format_bytes
 
 MAX_FACTOR = 16
 """So many times as many hosts, or as much memory, as the bytes of the tables ask for are tried at most."""
-_HALVES: dict[TableDtype, TableDtype] = {"float32": "float16", "float64": "float32"}
+_HALF_DTYPES: dict[TableDtype, TableDtype] = {"float32": "float16", "float64": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class PlanTask:
     constraints: Constraints
     run: RunBytes | None = None
     """What a run adds to the memory of its plan."""
-    without: tuple[Tier, ...] = ()
+    excluded_tiers: tuple[Tier, ...] = ()
     """Tiers that a run cannot train from on these devices."""
 
     @property
-    def spills(self) -> list[tuple[Tier, ...]]:
+    def tier_sets(self) -> list[tuple[Tier, ...]]:
         """Tiers that are tried one after the other: devices alone, then whatever takes less of them."""
-        tiers = tuple(tier for tier in self.topology.spill_tiers if tier not in self.without)
+        tiers = tuple(tier for tier in self.topology.spill_tiers if tier not in self.excluded_tiers)
         return [(HBM,), tiers] if len(tiers) > 1 else [(HBM,)]
 
 
@@ -51,7 +51,7 @@ class PlanTask:
 class Fix:
     """A change after which a plan exists."""
 
-    text: str
+    description: str
     """What to change."""
     task: PlanTask
     """The changed task."""
@@ -59,70 +59,71 @@ class Fix:
     """Seconds of a step under the plan that the search finds then."""
 
 
-def too_much(problem: Problem) -> str:
+def explain_infeasibility(problem: PlacementProblem) -> str:
     """Which tables and bytes are too much for the machines."""
-    costs, machine = OptionCosts(problem), problem.machine
+    costs, machine = OptionCosts(problem), problem.cluster
     least = np.minimum.reduceat(
-        costs.num_bytes.sum(axis=1), np.searchsorted(problem.options.unit, np.arange(len(problem.units)))
+        costs.num_bytes.sum(axis=1), np.searchsorted(problem.options.unit_index, np.arange(len(problem.units)))
     )
-    room = costs.room.sum()
-    room_of_one = int(machine.rank_room[0, 0])
+    room = costs.capacity.sum()
+    room_of_one = int(machine.rank_capacity[0, 0])
     parts = []
     if least.sum() > room:
         parts.append(
-            f"the tables take at least {byte_size(least.sum())} with optimizer state and exchange buffers, but the "
-            f"machines have room for {byte_size(room)}: {byte_size(least.sum() - room)} too much"
+            f"the tables take at least {format_bytes(least.sum())} with optimizer state and exchange buffers, but the "
+            f"machines have room for {format_bytes(room)}: {format_bytes(least.sum() - room)} too much"
         )
-    stuck = _stuck(problem, costs)
+    stuck = _oversized_tables(problem, costs)
     if stuck:
-        worst = ", ".join(f"{name!r} {byte_size(size)}" for name, size in stuck[:3])
+        worst = ", ".join(f"{name!r} {format_bytes(size)}" for name, size in stuck[:3])
         more = f" and {len(stuck) - 3} more" * (len(stuck) > 3)
         parts.append(
             f"the smallest piece that constraints leave of {worst}{more} is larger than the room of a device, "
-            f"{byte_size(room_of_one)}"
+            f"{format_bytes(room_of_one)}"
         )
     if not parts:
         parts.append(
-            f"the tables take {byte_size(least.sum())} of the {byte_size(room)} that the machines have room for, but "
+            f"the tables take {format_bytes(least.sum())} of the {format_bytes(room)} that the machines have room "
+            f"for, but "
             "no way to place them keeps to the room of every rank and to the constraints"
         )
     order = np.argsort(-least, kind="stable")[:3]
-    names = ", ".join(f"{problem.workload.tables[problem.units[u][0]].name!r} {byte_size(least[u])}" for u in order)
+    names = ", ".join(f"{problem.workload.tables[problem.units[u][0]].name!r} {format_bytes(least[u])}" for u in order)
     return f"planner: nothing fits: {'; '.join(parts)}; the largest are {names}"
 
 
-def _stuck(problem: Problem, costs: OptionCosts) -> list[tuple[str, float]]:
+def _oversized_tables(problem: PlacementProblem, costs: OptionCosts) -> list[tuple[str, float]]:
     """Tables of which no option has small enough pieces, with the smallest."""
-    starts = np.searchsorted(problem.options.unit, np.arange(len(problem.units)))
-    smallest = np.minimum.reduceat(costs.largest_bytes, starts)
-    found = [(smallest[unit], unit) for unit in np.flatnonzero(smallest > costs.device_room)]
+    starts = np.searchsorted(problem.options.unit_index, np.arange(len(problem.units)))
+    smallest = np.minimum.reduceat(costs.max_shard_bytes, starts)
+    found = [(smallest[unit], unit) for unit in np.flatnonzero(smallest > costs.device_capacity)]
     return [
         (problem.workload.tables[problem.units[unit][0]].name, float(size))
         for size, unit in sorted(found, key=lambda one: (-one[0], one[1]))
     ]
 
 
-def fits(task: PlanTask) -> bool:
+def is_feasible(task: PlanTask) -> bool:
     """Whether a construction finds room for all tables: a quick yes is sure, a no is not."""
     topology = task.topology
-    prices = Prices(WorkloadLoads(task.workload), topology, task.cost_model, run=task.run)
-    for tiers in task.spills:
+    prices = ShardCostEstimator(WorkloadLoads(task.workload), topology, task.cost_model, run=task.run)
+    for tiers in task.tier_sets:
         try:
             problem = make_problem(
-                task.workload, topology, task.cost_model, task.constraints, tiers=tiers, prices=prices
+                task.workload, topology, task.cost_model, task.constraints, tiers=tiers, estimator=prices
             )
         except MesetaError:
             return False
         costs = OptionCosts(problem)
-        everything = np.ones(len(costs.unit), np.bool_)
+        everything = np.ones(len(costs.unit_index), np.bool_)
         for share in (1.0, 0.5, 0.2, 0.1):
-            choice = costs.choose(everything, np.inf, share)
-            if place_greedily(problem.options, problem.machine, choice, BusySeconds()) is not None:
+            choice = costs.choose_options(everything, np.inf, share)
+            if place_greedily(problem.options, problem.cluster, choice, BusySeconds()) is not None:
                 return True
     return False
 
 
-def fixes(task: PlanTask, plan_step_s: Callable[[PlanTask], float | None]) -> list[Fix]:
+def find_fixes(task: PlanTask, plan_step_s: Callable[[PlanTask], float | None]) -> list[Fix]:
     """Changes of one kind each, the shortest step first, those that take more machines last.
 
     Args:
@@ -130,33 +131,33 @@ def fixes(task: PlanTask, plan_step_s: Callable[[PlanTask], float | None]) -> li
         plan_step_s: seconds of a step under the plan that a search finds; None where it finds none.
     """
     found = []
-    for needs_machines, text, changed in _changes(task):
+    for needs_machines, text, changed in _candidate_fixes(task):
         step_s = plan_step_s(changed)
         if step_s is not None:
-            found.append((needs_machines, step_s, Fix(text=text, task=changed, step_s=step_s)))
+            found.append((needs_machines, step_s, Fix(description=text, task=changed, step_s=step_s)))
     return [fix for _, _, fix in sorted(found, key=lambda one: one[:2])]
 
 
-def _changes(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
+def _candidate_fixes(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     """(whether it takes more machines, what to change, the changed task), each the least of its kind that fits."""
     largest = sorted(task.workload.tables, key=lambda t: (-t.num_embeddings * t.embedding_dim, t.name))
     kinds: list[tuple[Callable[[PlanTask, Sequence[TableSpec]], tuple[str, PlanTask]], list[TableSpec]]] = [
-        (_row_wise, [t for t in largest if task.constraints.rule(t.name).sharding is not None]),
-        (_half, [t for t in largest if _may_halve(t, task.constraints)]),
-        (_any_tier, [t for t in largest if _is_tied(t, task)]),
+        (_allow_row_wise, [t for t in largest if task.constraints.rule(t.name).sharding is not None]),
+        (_halve_dtypes, [t for t in largest if _can_halve(t, task.constraints)]),
+        (_allow_all_tiers, [t for t in largest if _is_tier_restricted(t, task)]),
     ]
     for make, candidates in kinds:
-        change = partial(_changed, task, make, candidates)
-        count = _least(len(candidates), change)
+        change = partial(_apply_change, task, make, candidates)
+        count = _find_min_count(len(candidates), change)
         if count is not None:
             yield (False, *make(task, candidates[:count]))
-    for text, changed in _looser(task):
-        if fits(changed):
+    for text, changed in _relaxed_constraints(task):
+        if is_feasible(changed):
             yield False, text, changed
-    yield from _more_machines(task)
+    yield from _larger_topologies(task)
 
 
-def _changed(
+def _apply_change(
     task: PlanTask,
     make: Callable[[PlanTask, Sequence[TableSpec]], tuple[str, PlanTask]],
     tables: Sequence[TableSpec],
@@ -165,22 +166,22 @@ def _changed(
     return make(task, tables[:count])[1]
 
 
-def _least(most: int, change: Callable[[int], PlanTask]) -> int | None:
+def _find_min_count(most: int, change: Callable[[int], PlanTask]) -> int | None:
     """The smallest count from 1 to `most` after which a plan exists; None where none is enough."""
-    if not most or not fits(change(most)):
+    if not most or not is_feasible(change(most)):
         return None
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(change(middle)) else (middle, high)
+        low, high = (low, middle) if is_feasible(change(middle)) else (middle, high)
     return high
 
 
-def _row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
+def _allow_row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Rows may be cut."""
     ranks = task.topology.num_ranks
     return (
-        f"allow row_wise on up to {ranks} ranks for {_names(tables)}",
+        f"allow row_wise on up to {ranks} ranks for {_format_tables(tables)}",
         _with_rules(
             task,
             tables,
@@ -189,32 +190,32 @@ def _row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTas
     )
 
 
-def _half(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
+def _halve_dtypes(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Rows of half as many bytes."""
     names = {table.name for table in tables}
-    changed = tuple(replace(t, dtype=_HALVES[t.dtype]) if t.name in names else t for t in task.workload.tables)
-    types = " and ".join(sorted({_HALVES[table.dtype] for table in tables}))
-    return f"store the rows of {_names(tables)} in {types}", replace(
+    changed = tuple(replace(t, dtype=_HALF_DTYPES[t.dtype]) if t.name in names else t for t in task.workload.tables)
+    types = " and ".join(sorted({_HALF_DTYPES[table.dtype] for table in tables}))
+    return f"store the rows of {_format_tables(tables)} in {types}", replace(
         task, workload=replace(task.workload, tables=changed)
     )
 
 
-def _may_halve(table: TableSpec, constraints: Constraints) -> bool:
+def _can_halve(table: TableSpec, constraints: Constraints) -> bool:
     allowed = constraints.rule(table.name).dtypes
-    return table.dtype in _HALVES and (allowed is None or _HALVES[table.dtype] in allowed)
+    return table.dtype in _HALF_DTYPES and (allowed is None or _HALF_DTYPES[table.dtype] in allowed)
 
 
-def _any_tier(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
+def _allow_all_tiers(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Memories that constraints forbid."""
-    tiers = tuple(tier for tier in task.topology.tiers if tier not in task.without)
-    text = f"allow the tiers {', '.join(tiers)} for {_names(tables)}"
+    tiers = tuple(tier for tier in task.topology.tiers if tier not in task.excluded_tiers)
+    text = f"allow the tiers {', '.join(tiers)} for {_format_tables(tables)}"
     return text, _with_rules(task, tables, lambda rule: replace(rule, tiers=tiers))
 
 
-def _is_tied(table: TableSpec, task: PlanTask) -> bool:
+def _is_tier_restricted(table: TableSpec, task: PlanTask) -> bool:
     """Whether constraints keep a table out of a memory that the topology has."""
     tiers = task.constraints.rule(table.name).tiers
-    return tiers is not None and len(task.spills) > 1
+    return tiers is not None and len(task.tier_sets) > 1
 
 
 def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[TableRule], TableRule]) -> PlanTask:
@@ -223,7 +224,7 @@ def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[T
     return replace(task, constraints=replace(task.constraints, tables=rules))
 
 
-def _looser(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
+def _relaxed_constraints(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
     """Limits of the constraints that can be dropped."""
     constraints = task.constraints
     if constraints.max_tables_per_rank is not None:
@@ -234,20 +235,20 @@ def _looser(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
         yield "drop the groups that are apart", replace(task, constraints=replace(constraints, apart=()))
 
 
-def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
+def _larger_topologies(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     """More hosts, and DRAM of hosts for tables; of CPU ranks, which have that already, disks."""
     topology = task.topology
 
     def hosts(extra: int) -> PlanTask:
         return replace(task, topology=replace(topology, num_hosts=topology.num_hosts + extra))
 
-    num_bytes = sum(cell_bytes(t, t.num_embeddings, t.embedding_dim) for t in task.workload.tables)
+    num_bytes = sum(shard_storage_bytes(t, t.num_embeddings, t.embedding_dim) for t in task.workload.tables)
     on_devices = (topology.hbm_bytes or 0) * topology.devices_per_host
     of_host = on_devices + (topology.host_bytes or 0) + (topology.disk_bytes or 0)
-    extra = _least_doubling(hosts, max(num_bytes // max(of_host, 1) + 1 - topology.num_hosts, 1))
+    extra = _find_min_count_by_doubling(hosts, max(num_bytes // max(of_host, 1) + 1 - topology.num_hosts, 1))
     if extra is not None:
         yield True, f"use {extra} more host{'s' * (extra > 1)}, {topology.num_hosts + extra} in all", hosts(extra)
-    if topology.hbm_bytes is None or topology.hbm_bytes >= NO_LIMIT:
+    if topology.hbm_bytes is None or topology.hbm_bytes >= UNLIMITED:
         return
     unit = max(on_devices // 4, 1)
 
@@ -259,28 +260,30 @@ def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
 
     _, held_anyway = fixed_bytes(WorkloadLoads(task.workload), topology.num_ranks, task.run or RunBytes())
     missing = num_bytes // topology.num_hosts - of_host + held_anyway * topology.devices_per_host
-    count = _least_doubling(dram, max(missing // unit, 1))
+    count = _find_min_count_by_doubling(dram, max(missing // unit, 1))
     if count is not None:
         changed = dram(count)
         host_bytes, disk_bytes = changed.topology.host_bytes or 0, changed.topology.disk_bytes or 0
-        text = f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)"
+        text = f"give tables {format_bytes(host_bytes)} of DRAM on each host (host_bytes)"
         if topology.device == "cpu":
-            text = f"let tables lie on {byte_size(disk_bytes)} of disk on each host (disk_bytes; storage.dir of a run)"
+            text = (
+                f"let tables lie on {format_bytes(disk_bytes)} of disk on each host (disk_bytes; storage.dir of a run)"
+            )
         yield True, text, changed
 
 
-def _least_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:
+def _find_min_count_by_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:
     """As `_least`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
     count = start
-    while count <= MAX_FACTOR * start and not fits(change(count)):
+    while count <= MAX_FACTOR * start and not is_feasible(change(count)):
         count *= 2
     if count == start or count > MAX_FACTOR * start:
         return count if count == start else None
     half = count // 2
-    rest = _least(count - half, lambda extra: change(half + extra))
+    rest = _find_min_count(count - half, lambda extra: change(half + extra))
     return None if rest is None else half + rest
 
 
-def _names(tables: Sequence[TableSpec]) -> str:
+def _format_tables(tables: Sequence[TableSpec]) -> str:
     shown = ", ".join(repr(table.name) for table in tables[:3])
     return shown + f" and {len(tables) - 3} more" * (len(tables) > 3)

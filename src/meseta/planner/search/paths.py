@@ -16,39 +16,42 @@ import numpy as np
 from meseta.planner.cost.schedule import Schedule
 from meseta.planner.search.assignment import Floats, Ints, Mask, StepPaths
 
-COMPUTE = ("compute", "lookup", "update")
+COMPUTE_COMPONENTS = ("compute", "lookup", "update")
 """The first components: of each rank lookup and update together, and each by itself, of which a path has one."""
-MANY_UNITS = 300
+MAX_UNITS_WIDE_SAMPLING = 300
 """Of more, durations are known well, and paths cost time: they are looked for near what is expected."""
-NUM_SAMPLES, NUM_NEAR = 384, 96
-SPREAD, NEAR = 1.0, 0.7
+NUM_SAMPLES, NUM_NARROW_SAMPLES = 384, 96
+WIDE_SPREAD, NARROW_SPREAD = 1.0, 0.7
 """Durations are tried up to so many powers of ten around what is expected of them."""
 NUM_ROUNDS = 60
 """Of the search for a mix."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Durations:
+class DurationTerms:
     """Where the seconds of a step come from, by the names of its schedules."""
 
     components: Sequence[str]
     """[K]: the name that the seconds of each component are of; COMPUTE first."""
     fixed_s: Mapping[str, float]
     """Of every plan."""
-    use_s: Sequence[Mapping[str, float]]
+    optional_s: Sequence[Mapping[str, float]]
     """[C]: of each thing that takes place only where some table needs it."""
 
-    def spread(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
+    def for_names(self, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
         """Of a schedule's `names` [S]: seconds of components ([S, K]: 1 where one is of a name), fixed ones [S], and of
         uses [C, S]."""
         of_component = np.array([[float(name == one) for one in self.components] for name in names])
         fixed = np.array([self.fixed_s.get(name, 0.0) for name in names])
-        uses = np.array([[seconds.get(name, 0.0) for name in names] for seconds in self.use_s])
-        return of_component, fixed, uses.reshape(len(self.use_s), len(names))
+        uses = np.array([[seconds.get(name, 0.0) for name in names] for seconds in self.optional_s])
+        return of_component, fixed, uses.reshape(len(self.optional_s), len(names))
 
 
 def find_paths(
-    schedules: Sequence[tuple[Schedule, Mask]], durations: Durations, expected: Floats, averages: tuple[Floats, Ints]
+    schedules: Sequence[tuple[Schedule, Mask]],
+    durations: DurationTerms,
+    expected: Floats,
+    averages: tuple[Floats, Ints],
 ) -> tuple[StepPaths, float]:
     """(paths, seconds of a step without any table).
 
@@ -58,31 +61,37 @@ def find_paths(
         expected: [E, K]: what components may take.
         averages: what every option takes of the average rank [W, K], and the first option of each unit [U].
     """
-    draw, is_near = np.random.default_rng(0), len(averages[1]) > MANY_UNITS
-    count, spread = (NUM_NEAR, NEAR) if is_near else (NUM_SAMPLES, SPREAD)
+    draw, is_near = np.random.default_rng(0), len(averages[1]) > MAX_UNITS_WIDE_SAMPLING
+    count, spread = (NUM_NARROW_SAMPLES, NARROW_SPREAD) if is_near else (NUM_SAMPLES, WIDE_SPREAD)
     factors = 10.0 ** draw.uniform(-spread, spread, (count, len(durations.components)))
     factors[: len(expected)] = 1.0
     tried = expected[np.arange(count) % len(expected)] * factors
-    parts = [_paths(schedule, needs, durations, tried) for schedule, needs in schedules]
+    parts = [_longest_paths(schedule, needs, durations, tried) for schedule, needs in schedules]
     coefs, fixed_s, use_s, needs = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     least_s = float(fixed_s[~needs.any(axis=1)].max())
-    found = StepPaths(coefs=coefs, fixed_s=fixed_s - least_s, use_s=use_s, needs=needs, weights=np.ones(coefs.shape[1]))
+    found = StepPaths(
+        coefs=coefs, fixed_s=fixed_s - least_s, optional_s=use_s, required_costs=needs, weights=np.ones(coefs.shape[1])
+    )
     values, starts = averages
     mix = best_mix(found, values @ found.coefs.T, starts)
-    return StepPaths(coefs=coefs, fixed_s=found.fixed_s, use_s=use_s, needs=needs, weights=mix @ coefs), least_s
+    return StepPaths(
+        coefs=coefs, fixed_s=found.fixed_s, optional_s=use_s, required_costs=needs, weights=mix @ coefs
+    ), least_s
 
 
-def _paths(schedule: Schedule, needs: Mask, durations: Durations, tried: Floats) -> tuple[Floats, Floats, Floats, Mask]:
+def _longest_paths(
+    schedule: Schedule, needs: Mask, durations: DurationTerms, tried: Floats
+) -> tuple[Floats, Floats, Floats, Mask]:
     """(coefficients of components [P, K], fixed seconds [P], seconds of uses [P, C], needs [P, C]) of the longest
     cycles, were components to take what was `tried` [N, K]."""
-    of_component, fixed, uses = durations.spread(schedule.names)
+    of_component, fixed, uses = durations.for_names(schedule.timed_names)
     seconds = tried @ of_component.T + fixed + uses.sum(axis=0)
-    _, found = schedule.longest(seconds)
+    _, found = schedule.longest_cycle(seconds)
     found = np.unique(found.round(9), axis=0)
     coefs = found @ of_component
-    lookup, update = (coefs[:, COMPUTE.index(name)].copy() for name in ("lookup", "update"))
+    lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "update"))
     both = np.minimum(lookup, update)
-    coefs[:, : len(COMPUTE)] = np.stack([both, lookup - both, update - both], axis=1)
+    coefs[:, : len(COMPUTE_COMPONENTS)] = np.stack([both, lookup - both, update - both], axis=1)
     return coefs, found @ fixed, found @ uses.T, np.tile(needs, (len(found), 1))
 
 
@@ -93,7 +102,7 @@ def best_mix(paths: StepPaths, values: Floats, starts: Ints) -> Floats:
     Found by multiplicative weights (Y. Freund and R. Schapire, Games and Economic Behavior 29, 1999): paths that the
     cheapest options make long get more weight.
     """
-    free = ~paths.needs.any(axis=1)
+    free = ~paths.required_costs.any(axis=1)
     mix = free / free.sum()
     best, best_s = mix, -np.inf
     ends = np.append(starts[1:], len(values))

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meseta.planner.cost.loads import FAR, Pieces, WorkloadLoads
+from meseta.planner.cost.loads import OFFLOADED_TIER_INDICES, ShardArrays, WorkloadLoads
 from meseta.planner.cost.memory import RunBytes
-from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
-from meseta.planner.search.pricing import USES, Cuts, Prices, Ways
-from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
+from meseta.planner.search.assignment import UNLIMITED, Assignment, Cluster, Floats, Ints, Mask, ShardingOptions
+from meseta.planner.search.cost_estimator import OPTIONAL_COSTS, AlgorithmPair, ShardCostEstimator, ShardPartitioning
+from meseta.planner.search.schemes import SchemeSpace, ShardingScheme, enumerate_schemes, make_table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
-from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.shards import HOST_REDUCED_TYPES
 from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory, StorageOptions, Tier
 
-SMALL_RANKS = 16
+MAX_RANKS_ALL_PARTS = 16
 """On so few ranks every number of parts is worth a look."""
 PARTS_PER_SHARE = 8
 """A table is cut into at most so many pieces per rank's share that it costs or takes."""
@@ -26,14 +26,14 @@ HOT_SHARES = (0.5, 0.8, 0.95)
 """Rows that are worth replicating take about these parts of their table's lookups."""
 MAX_REPLICA_SHARE = 0.25
 """Replicas of one table take no more than this part of a device."""
-NEAR_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+CACHE_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Parts of a table's rows that may lie near."""
-MAX_SHARED = 100
-"""Of more tables, and for more than SMALL_RANKS, one share is looked at."""
+MAX_TABLES_ALL_CACHE_SHARES = 100
+"""Of more tables, and for more than MAX_RANKS_ALL_PARTS, one share is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """All options to cut all tables, priced, and the room for them."""
 
     workload: Workload
@@ -42,25 +42,25 @@ class Problem:
     loads: WorkloadLoads
     units: tuple[tuple[int, ...], ...]
     """Tables of each unit: one, or those that stay together."""
-    options: Options
-    schemes: tuple[Scheme | None, ...]
+    options: ShardingOptions
+    schemes: tuple[ShardingScheme | None, ...]
     """[W]: how an option cuts the tables of its unit; None: as an earlier plan had it."""
-    kept: Mapping[str, TablePlan]
+    kept_tables: Mapping[str, TablePlan]
     """By table: its pieces where an option keeps them."""
-    machine: Machine
-    least_s: Floats
+    cluster: Cluster
+    min_s: Floats
     """[n, 2, L]: seconds that a piece takes at least, of all ranks together, and of the rank that holds it: of each
     component where some are hidden, else of all together."""
     fixed_s: float
     """Seconds of every plan's step that no assignment changes."""
     run: RunBytes | None = None
     """What a run adds to the memory of its plan."""
-    ways: Ways = (None, None)
+    algorithms: AlgorithmPair = (None, None)
     """Which way rows and sums take between hosts."""
-    near_rows: Mapping[tuple[int, int], Ints] = field(default_factory=dict)
+    cache_rows: Mapping[tuple[int, int], Ints] = field(default_factory=dict)
     """By option and table: rows of each piece that lie near, 0 where none are apart."""
 
-    def plan(self, assignment: Assignment) -> Plan:
+    def to_plan(self, assignment: Assignment) -> Plan:
         """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
         num_ranks, found = self.topology.num_ranks, {}
         for unit, tables in enumerate(self.units):
@@ -68,14 +68,16 @@ class Problem:
             for table in tables:
                 spec, scheme = self.workload.tables[table], self.schemes[option]
                 found[table] = (
-                    self.kept[spec.name]
+                    self.kept_tables[spec.name]
                     if scheme is None
-                    else table_plan(spec, scheme, assignment.ranks[unit], num_ranks, self.near_rows[option, table])
+                    else make_table_plan(
+                        spec, scheme, assignment.ranks[unit], num_ranks, self.cache_rows[option, table]
+                    )
                 )
-        seconds = self.all_seconds(assignment.option)
+        seconds = self.unit_seconds_all_ranks(assignment.option)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
         entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
-        exchange, dense_exchange = self.ways
+        exchange, dense_exchange = self.algorithms
         return Plan(
             num_ranks=num_ranks,
             tables=entries,
@@ -87,19 +89,19 @@ class Problem:
     def unit_seconds(self, choice: Ints) -> Floats:
         """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
         options = self.options
-        longest = np.zeros(len(options.unit))
-        seconds = options.spent(options.seconds)
-        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(options.first)), seconds)
-        return longest[choice] + options.spent(options.common_seconds[choice])
+        longest = np.zeros(len(options.unit_index))
+        seconds = options.unoverlapped_seconds(options.seconds)
+        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(options.first_shard)), seconds)
+        return longest[choice] + options.unoverlapped_seconds(options.common_seconds[choice])
 
-    def all_seconds(self, choice: Ints) -> Floats:
+    def unit_seconds_all_ranks(self, choice: Ints) -> Floats:
         """[U]: what all ranks together spend on each unit in the option of `choice` [U]."""
         options = self.options
-        owner = np.repeat(np.arange(len(options.unit)), np.diff(options.first))
-        pieces = np.bincount(owner, options.spent(options.seconds), len(options.unit))
-        return pieces[choice] + self.machine.num_ranks * options.spent(options.common_seconds[choice])
+        owner = np.repeat(np.arange(len(options.unit_index)), np.diff(options.first_shard))
+        pieces = np.bincount(owner, options.unoverlapped_seconds(options.seconds), len(options.unit_index))
+        return pieces[choice] + self.cluster.num_ranks * options.unoverlapped_seconds(options.common_seconds[choice])
 
-    def describe(self, option: int) -> str:
+    def describe_option(self, option: int) -> str:
         """The scheme of an option, in a few words."""
         scheme = self.schemes[option]
         return "as before" if scheme is None else scheme.describe()
@@ -112,9 +114,9 @@ def make_problem(
     constraints: Constraints,
     *,
     tiers: Sequence[Tier],
-    kept: Mapping[str, TablePlan] | None = None,
-    prices: Prices | None = None,
-) -> Problem:
+    kept_tables: Mapping[str, TablePlan] | None = None,
+    estimator: ShardCostEstimator | None = None,
+) -> PlacementProblem:
     """Price every option of every table.
 
     Args:
@@ -123,57 +125,57 @@ def make_problem(
         cost_model: constants of the devices.
         constraints: checked ones.
         tiers: where tables may lie, where constraints do not say.
-        kept: by table, the pieces of an earlier plan that stay.
-        prices: of the workload on these machines; None: as of an average rank, of no run that is known.
+        kept_tables: by table, the pieces of an earlier plan that stay.
+        estimator: of the workload on these machines; None: as of an average rank, of no run that is known.
 
     Raises MesetaError where constraints leave a table no option at all.
     """
-    prices = prices or Prices(WorkloadLoads(workload), topology, cost_model)
-    units = _units(workload, constraints)
-    machine = _machine(prices, topology, constraints)
-    builder = _Builder(prices, machine, constraints, tiers, kept or {})
+    estimator = estimator or ShardCostEstimator(WorkloadLoads(workload), topology, cost_model)
+    units = _make_units(workload, constraints)
+    machine = _make_cluster(estimator, topology, constraints)
+    builder = _ProblemBuilder(estimator, machine, constraints, tiers, kept_tables or {})
     for unit in units:
         builder.add_unit(unit)
-    options, least_s, fixed_s = builder.finish()
-    return Problem(
+    options, least_s, fixed_s = builder.build()
+    return PlacementProblem(
         workload=workload,
         topology=topology,
         cost_model=cost_model,
-        loads=prices.loads,
+        loads=estimator.loads,
         units=units,
         options=options,
         schemes=tuple(builder.schemes),
-        kept=dict(kept or {}),
-        machine=machine,
-        least_s=least_s,
+        kept_tables=dict(kept_tables or {}),
+        cluster=machine,
+        min_s=least_s,
         fixed_s=fixed_s,
-        run=prices.run,
-        ways=prices.ways,
-        near_rows=builder.near_rows,
+        run=estimator.run,
+        algorithms=estimator.algorithms,
+        cache_rows=builder.cache_rows,
     )
 
 
-def _units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
+def _make_units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
     """Tables that stay together make one unit, at the place of the first."""
     number = {table.name: i for i, table in enumerate(workload.tables)}
     unit_of: dict[int, tuple[int, ...]] = {i: (i,) for i in number.values()}
     for names in constraints.together:
-        group = tuple(number[name] for name in constraints.group(names, workload.tables))
+        group = tuple(number[name] for name in constraints.match_tables(names, workload.tables))
         unit_of.update((i, group) for i in group)
     return tuple(dict.fromkeys(unit_of[i] for i in number.values()))
 
 
-def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Machine:
+def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: Constraints) -> Cluster:
     """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
     free = constraints.keep_free_bytes
-    on_device, on_host = prices.bytes_anyway()
-    if topology.is_all_counted:
+    on_device, on_host = prices.fixed_bytes()
+    if topology.has_shared_host_memory:
         on_device, on_host = on_device + on_host, 0
     taken = {HBM: on_device, HOST: on_host * topology.devices_per_host, DISK: 0}
     has: dict[Memory, int | None] = {HBM: topology.hbm_bytes}
     has |= {HOST: topology.host_bytes or 0, DISK: topology.disk_bytes or 0}
     room = {
-        name: NO_LIMIT if whole is None else max(whole - taken[name] - free.get(name, 0), 0)
+        name: UNLIMITED if whole is None else max(whole - taken[name] - free.get(name, 0), 0)
         for name, whole in has.items()
     }
     if not room[HBM]:
@@ -182,46 +184,48 @@ def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Ma
             f"{free.get(HBM, 0):,} are kept free, but hbm_bytes is {topology.hbm_bytes:,}; lower the batch size, use "
             "more ranks or larger devices"
         )
-    count = NO_LIMIT if constraints.max_tables_per_rank is None else constraints.max_tables_per_rank
-    return Machine(
+    count = UNLIMITED if constraints.max_tables_per_rank is None else constraints.max_tables_per_rank
+    return Cluster(
         devices_per_host=topology.devices_per_host,
-        rank_room=np.tile(np.array([room[HBM], count], np.int64), (topology.num_ranks, 1)),
-        host_room=np.tile(np.array([room[HOST], room[DISK]], np.int64), (topology.num_hosts, 1)),
+        rank_capacity=np.tile(np.array([room[HBM], count], np.int64), (topology.num_ranks, 1)),
+        host_capacity=np.tile(np.array([room[HOST], room[DISK]], np.int64), (topology.num_hosts, 1)),
     )
 
 
-class _Builder:
+class _ProblemBuilder:
     """Collects options unit by unit, and prices all their pieces at once."""
 
     def __init__(
         self,
-        prices: Prices,
-        machine: Machine,
+        prices: ShardCostEstimator,
+        machine: Cluster,
         constraints: Constraints,
         tiers: Sequence[Tier],
         kept: Mapping[str, TablePlan],
     ) -> None:
-        self._prices, self._machine, self._constraints, self._kept = prices, machine, constraints, kept
+        self._estimator, self._cluster, self._constraints, self._kept_tables = prices, machine, constraints, kept
         loads, self._topology = prices.loads, prices.topology
         self._tables = loads.workload.tables
         self._tiers = tiers
-        whole = loads.whole()
+        whole = loads.whole_tables()
         one = np.ones(len(whole.table), np.int64)
-        priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one))
-        self._max_parts = self._count_parts(prices.spent(priced.seconds), priced.rank_bytes)
-        self.schemes: list[Scheme | None] = []
-        self.near_rows: dict[tuple[int, int], Ints] = {}
+        priced = prices.shard_costs(
+            whole, ShardPartitioning(host_row_parts=0 * one, column_parts=one, host_column_parts=one, row_parts=one)
+        )
+        self._max_parts = self._max_useful_parts(prices.unoverlapped_seconds(priced.seconds), priced.rank_bytes)
+        self.schemes: list[ShardingScheme | None] = []
+        self.cache_rows: dict[tuple[int, int], Ints] = {}
         self._units: list[int] = []
-        self._first, self._block = [0], list[int]()
-        self._fixed: dict[int, Ints] = {}
-        self._spans: list[Ints] = []  # [p, 9]: piece, table, rectangle, tier, near rows, option
+        self._first_shard, self._block_size = [0], list[int]()
+        self._fixed_ranks: dict[int, Ints] = {}
+        self._shard_rectangles: list[Ints] = []  # [p, 9]: piece, table, rectangle, tier, near rows, option
         self._replicas: list[tuple[int, int, int]] = []  # option, table, rows
-        self._allowed: dict[int, Mask] = {}
+        self._allowed_ranks: dict[int, Mask] = {}
 
-    def _count_parts(self, seconds: Floats, num_bytes: Ints) -> Ints:
+    def _max_useful_parts(self, seconds: Floats, num_bytes: Ints) -> Ints:
         """[tables]: pieces beyond which neither balance nor room gets better."""
-        ranks, room = self._topology.num_ranks, self._machine.rank_room[0, 0]
-        if ranks <= SMALL_RANKS:
+        ranks, room = self._topology.num_ranks, self._cluster.rank_capacity[0, 0]
+        if ranks <= MAX_RANKS_ALL_PARTS:
             return np.full(len(seconds), ranks)
         shares = seconds / max(seconds.sum() / ranks, 1e-30)
         shares = np.maximum(shares, num_bytes / room)
@@ -235,26 +239,26 @@ class _Builder:
         pinned = [set(rule.ranks) for rule in rules if rule.ranks is not None]
         ranks = self._topology.num_ranks
         if pinned:
-            self._allowed[number] = np.isin(np.arange(ranks), list(set.intersection(*pinned)))
-        if all(name in self._kept for name in names):
-            self._add_kept(number, tables)
+            self._allowed_ranks[number] = np.isin(np.arange(ranks), list(set.intersection(*pinned)))
+        if all(name in self._kept_tables for name in names):
+            self._add_kept_option(number, tables)
         else:
-            for scheme in self._schemes(tables, rules):
-                if self._may(scheme, rules, number):
-                    self._add(number, tables, scheme)
+            for scheme in self._candidate_schemes(tables, rules):
+                if self._is_allowed(scheme, rules, number):
+                    self._add_option(number, tables, scheme)
         if len(self.schemes) == before:
             raise MesetaError(
                 f"constraints: nothing is left for {' and '.join(map(repr, names))}: no allowed scheme and tier fits "
-                f"its rows and columns on {len(self._topology_ranks(number))} ranks; allow another one"
+                f"its rows and columns on {len(self._unit_ranks(number))} ranks; allow another one"
             )
         self._num_units += 1
 
     _num_units = 0
 
-    def _topology_ranks(self, unit: int) -> Ints:
-        return np.flatnonzero(self._allowed.get(unit, np.ones(self._topology.num_ranks, np.bool_)))
+    def _unit_ranks(self, unit: int) -> Ints:
+        return np.flatnonzero(self._allowed_ranks.get(unit, np.ones(self._topology.num_ranks, np.bool_)))
 
-    def _schemes(self, tables: Sequence[int], rules: Sequence[TableRule]) -> Iterator[Scheme]:
+    def _candidate_schemes(self, tables: Sequence[int], rules: Sequence[TableRule]) -> Iterator[ShardingScheme]:
         """Candidates of a unit, from its first table; the others are cut alike."""
         first = self._tables[tables[0]]
         topology = self._topology
@@ -265,199 +269,207 @@ class _Builder:
         if any(self._tables[table].optimizer.stepped_rows == "all" for table in tables):
             tiers = [HBM]
         asked = {sharding for rule in rules for sharding in rule.sharding or ()}
-        shape = Shape(
+        shape = SchemeSpace(
             num_hosts=topology.num_hosts,
             devices_per_host=topology.devices_per_host,
             max_parts=int(max(self._max_parts[table] for table in tables)),
-            hot_rows=self._hot_rows(tables),
-            replicate=ShardingType.DATA_PARALLEL in asked or self._may_replicate(tables, first.num_embeddings),
-            near_shares=self._near_shares,
+            hot_rows=self._hot_row_counts(tables),
+            can_replicate=ShardingType.DATA_PARALLEL in asked or self._can_replicate(tables, first.num_embeddings),
+            cache_shares=self._cache_shares,
         )
         for tier in tiers:
-            yield from schemes(first, shape, tier)
+            yield from enumerate_schemes(first, shape, tier)
 
     @property
-    def _near_shares(self) -> tuple[float, ...]:
+    def _cache_shares(self) -> tuple[float, ...]:
         """Of many tables, or for many ranks, one alone: what lies near is shared out among them in the end."""
-        is_small = len(self._tables) <= MAX_SHARED and self._topology.num_ranks <= SMALL_RANKS
-        return NEAR_SHARES if is_small else (self._prices.cost_model.tiers.cached_share,)
+        is_small = len(self._tables) <= MAX_TABLES_ALL_CACHE_SHARES and self._topology.num_ranks <= MAX_RANKS_ALL_PARTS
+        return CACHE_SHARES if is_small else (self._estimator.cost_model.tiers.cached_share,)
 
-    def _hot_rows(self, tables: Sequence[int]) -> tuple[int, ...]:
+    def _hot_row_counts(self, tables: Sequence[int]) -> tuple[int, ...]:
         """Numbers of first rows that take much of the lookups, where frequent rows come first."""
-        loads, table = self._prices.loads, tables[0]
-        if len(tables) > 1 or not loads.sorted[table]:
+        loads, table = self._estimator.loads, tables[0]
+        if len(tables) > 1 or not loads.is_frequency_sorted[table]:
             return ()
-        ends = np.cumsum(loads.classes.extents[table])
-        shares = np.cumsum(loads.classes.shares[table])
+        ends = np.cumsum(loads.row_classes.num_rows[table])
+        shares = np.cumsum(loads.row_classes.lookup_shares[table])
         rows = {int(ends[min(int(np.searchsorted(shares, share)), len(ends) - 1)]) for share in HOT_SHARES}
-        return tuple(sorted(n for n in rows if 0 < n < loads.num_rows[table] and self._may_replicate(tables, n)))
+        return tuple(sorted(n for n in rows if 0 < n < loads.num_rows[table] and self._can_replicate(tables, n)))
 
-    def _may_replicate(self, tables: Sequence[int], num_rows: int) -> bool:
+    def _can_replicate(self, tables: Sequence[int], num_rows: int) -> bool:
         """Whether replicas leave room and cost no more than an exchange of the bags could."""
-        loads = self._prices.loads
+        loads = self._estimator.loads
         dims, batch = loads.dims[list(tables)], loads.workload.batch_size
-        gradient = num_rows * (dims + 1).sum() * loads.wide
+        gradient = num_rows * (dims + 1).sum() * loads.element_bytes
         bags = 4.0 * batch * (loads.ids_per_sample[list(tables)] + loads.num_pooled[list(tables)]) @ (dims + 4.0)
-        return bool(gradient <= min(MAX_REPLICA_SHARE * self._machine.rank_room[0, 0], 4.0 * bags * loads.wide))
+        return bool(
+            gradient <= min(MAX_REPLICA_SHARE * self._cluster.rank_capacity[0, 0], 4.0 * bags * loads.element_bytes)
+        )
 
-    def _may(self, scheme: Scheme, rules: Sequence[TableRule], unit: int) -> bool:
+    def _is_allowed(self, scheme: ShardingScheme, rules: Sequence[TableRule], unit: int) -> bool:
         """Whether rules and pins leave a scheme."""
-        if not all(rule.sharding is None or scheme.sharding in rule.sharding for rule in rules):
+        if not all(rule.sharding is None or scheme.sharding_type in rule.sharding for rule in rules):
             return False
-        ranks = self._topology_ranks(unit)
-        is_everywhere = scheme.sharding in (ShardingType.DATA_PARALLEL, ShardingType.HOT_REPLICATED)
+        ranks = self._unit_ranks(unit)
+        is_everywhere = scheme.sharding_type in (ShardingType.DATA_PARALLEL, ShardingType.HOT_REPLICATED)
         if len(ranks) == self._topology.num_ranks:
             return True
         return not is_everywhere and scheme.row_parts * scheme.column_parts <= len(ranks)
 
-    def _add(self, unit: int, tables: Sequence[int], scheme: Scheme) -> None:
+    def _add_option(self, unit: int, tables: Sequence[int], scheme: ShardingScheme) -> None:
         """One option, unless its tables would be cut into different numbers of pieces or none would be cut."""
-        spans = [scheme.pieces(self._tables[t].num_embeddings, self._tables[t].embedding_dim) for t in tables]
+        spans = [scheme.shard_rectangles(self._tables[t].num_embeddings, self._tables[t].embedding_dim) for t in tables]
         count = len(spans[0])
         if any(len(span) != count for span in spans):
             return
         option, per_host = len(self.schemes), self._topology.devices_per_host
         block = 0
-        if scheme.is_blocked:
-            block = scheme.row_parts if scheme.sharding is ShardingType.GRID else count
+        if scheme.is_within_host:
+            block = scheme.row_parts if scheme.sharding_type is ShardingType.GRID else count
             if count % block or block > per_host or count // block > self._topology.num_hosts:
                 return
-        self._append(unit, block, count, scheme)
+        self._append_option(unit, block, count, scheme)
         tier = TIERS.index(scheme.tier)
         for table, span in zip(tables, spans, strict=True):
-            index = self._first[option] + np.arange(count)
-            near = self._near_rows(table, span, scheme)
+            index = self._first_shard[option] + np.arange(count)
+            near = self._compute_cache_rows(table, span, scheme)
             columns = [index, np.full(count, table), *span.T, np.full(count, tier), near, np.full(count, option)]
-            self._spans.append(np.stack(columns, axis=1).astype(np.int64))
-            self.near_rows[option, table] = near
+            self._shard_rectangles.append(np.stack(columns, axis=1).astype(np.int64))
+            self.cache_rows[option, table] = near
             rows = self._tables[table].num_embeddings
-            if scheme.sharding is ShardingType.DATA_PARALLEL or scheme.hot_rows:
+            if scheme.sharding_type is ShardingType.DATA_PARALLEL or scheme.hot_rows:
                 self._replicas.append((option, table, scheme.hot_rows or rows))
 
-    def _near_rows(self, table: int, span: Ints, scheme: Scheme) -> Ints:
+    def _compute_cache_rows(self, table: int, span: Ints, scheme: ShardingScheme) -> Ints:
         """Of each piece [p]: rows that lie near; no fewer than the batches near at once look up, as is expected."""
-        if not scheme.near_share:
+        if not scheme.cache_share:
             return np.zeros(len(span), np.int64)
-        pieces = Pieces.of(table, (span[:, 0], span[:, 1]), (span[:, 2], span[:, 3]))
-        share = np.ceil(scheme.near_share * pieces.num_rows)
-        num_batches = (self._prices.run.storage or StorageOptions()).batches_near((scheme.tier,))
-        return np.maximum(share, self._prices.loads.least_near_rows(pieces, num_batches)).astype(np.int64)
+        pieces = ShardArrays.from_values(table, (span[:, 0], span[:, 1]), (span[:, 2], span[:, 3]))
+        share = np.ceil(scheme.cache_share * pieces.num_rows)
+        num_batches = (self._estimator.run.storage or StorageOptions()).num_cached_batches((scheme.tier,))
+        return np.maximum(share, self._estimator.loads.min_cache_rows(pieces, num_batches)).astype(np.int64)
 
-    def _append(self, unit: int, block: int, count: int, scheme: Scheme | None) -> None:
+    def _append_option(self, unit: int, block: int, count: int, scheme: ShardingScheme | None) -> None:
         self._units.append(unit)
-        self._block.append(block)
-        self._first.append(self._first[-1] + count)
+        self._block_size.append(block)
+        self._first_shard.append(self._first_shard[-1] + count)
         self.schemes.append(scheme)
 
-    def _add_kept(self, unit: int, tables: Sequence[int]) -> None:
+    def _add_kept_option(self, unit: int, tables: Sequence[int]) -> None:
         """The one option that leaves all pieces of an earlier plan in place."""
         option, ranks = len(self.schemes), list[int]()
         rows: list[tuple[int, ...]] = []
-        start = self._first[option]
+        start = self._first_shard[option]
         for table in tables:
-            entry = self._kept[self._tables[table].name]
+            entry = self._kept_tables[self._tables[table].name]
             for shard in entry.shards:
                 if entry.is_replica(shard):
                     self._replicas.append((option, table, shard.num_rows))
                     continue
-                near_rows, tier = shard.near_rows or 0, TIERS.index(shard.tier)
-                if tier in FAR and not near_rows:
-                    near_rows = math.ceil(self._prices.cost_model.tiers.cached_share * shard.num_rows)
+                near_rows, tier = shard.cache_rows or 0, TIERS.index(shard.tier)
+                if tier in OFFLOADED_TIER_INDICES and not near_rows:
+                    near_rows = math.ceil(self._estimator.cost_model.tiers.cached_share * shard.num_rows)
                 rows.append((start + len(rows), table, *shard.rows, *shard.columns, tier, near_rows, option))
                 ranks.append(shard.ranks[0])
-        self._append(unit, 0, len(rows), None)
-        self._fixed[option] = np.array(ranks, np.int64)
-        self._spans.append(np.array(rows, np.int64).reshape(-1, 9))
+        self._append_option(unit, 0, len(rows), None)
+        self._fixed_ranks[option] = np.array(ranks, np.int64)
+        self._shard_rectangles.append(np.array(rows, np.int64).reshape(-1, 9))
 
-    def finish(self) -> tuple[Options, Floats, float]:
+    def build(self) -> tuple[ShardingOptions, Floats, float]:
         """(options, least seconds of each piece [n, 2, L], seconds of every plan)."""
-        spans = np.concatenate([*self._spans, np.zeros((0, 9), np.int64)])
+        spans = np.concatenate([*self._shard_rectangles, np.zeros((0, 9), np.int64)])
         piece, option = spans[:, 0], spans[:, 8]
-        pieces = Pieces(*spans[:, 1:8].T)
-        cuts = self._cuts(pieces, option)
-        priced = self._prices.pieces(pieces, cuts)
-        n, num_ways, width = self._first[-1], len(self.schemes), len(self._prices.components)
-        seconds, least_s = np.zeros((n, width)), np.zeros((n, *priced.least_s.shape[1:]))
+        pieces = ShardArrays(*spans[:, 1:8].T)
+        cuts = self._make_partitioning(pieces, option)
+        priced = self._estimator.shard_costs(pieces, cuts)
+        n, num_ways, width = self._first_shard[-1], len(self.schemes), len(self._estimator.components)
+        seconds, least_s = np.zeros((n, width)), np.zeros((n, *priced.min_s.shape[1:]))
         rank_need, host_need = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
         common, common_need = np.zeros((num_ways, width)), np.zeros((num_ways, 2), np.int64)
-        uses = np.zeros((num_ways, len(USES)), np.int64)
+        uses = np.zeros((num_ways, len(OPTIONAL_COSTS)), np.int64)
         np.add.at(seconds, piece, priced.seconds)
-        np.add.at(least_s, piece, priced.least_s)
+        np.add.at(least_s, piece, priced.min_s)
         np.add.at(rank_need, piece, np.stack([priced.rank_bytes, np.ones_like(piece)], axis=1))
         np.add.at(host_need, piece, priced.host_bytes)
         np.add.at(common, option, priced.common_seconds)
         np.add.at(common_need[:, 0], option, priced.common_bytes)
-        np.maximum.at(uses, option, self._prices.uses(cuts, pieces))
+        np.maximum.at(uses, option, self._estimator.optional_costs(cuts, pieces))
         everywhere = np.zeros(num_ways, np.bool_)
         if self._replicas:
             own, tables, rows = np.array(self._replicas, np.int64).T
-            replicas = self._prices.replicas(Pieces.of(tables, (0, rows), (0, self._prices.loads.dims[tables])))
+            replicas = self._estimator.replica_costs(
+                ShardArrays.from_values(tables, (0, rows), (0, self._estimator.loads.dims[tables]))
+            )
             np.add.at(common, own, replicas.common_seconds)
             np.add.at(common_need, own, np.stack([replicas.common_bytes, np.ones_like(own)], axis=1))
-            everywhere[own], uses[own, USES.index("replicas")] = True, 1
-        options = Options(
-            unit=np.array(self._units, np.int64),
-            first=np.array(self._first, np.int64),
-            block=np.array(self._block, np.int64),
+            everywhere[own], uses[own, OPTIONAL_COSTS.index("replicas")] = True, 1
+        options = ShardingOptions(
+            unit_index=np.array(self._units, np.int64),
+            first_shard=np.array(self._first_shard, np.int64),
+            block_size=np.array(self._block_size, np.int64),
             common_seconds=common,
-            common_need=common_need,
-            everywhere=everywhere,
-            uses=uses,
-            use_s=self._prices.use_seconds(),
+            common_demand=common_need,
+            is_replicated=everywhere,
+            optional_costs=uses,
+            optional_s=self._estimator.optional_seconds(),
             seconds=seconds,
-            rank_need=rank_need,
-            host_need=host_need,
-            fixed=self._fixed,
-            allowed=self._allowed,
-            apart=self._apart(),
+            rank_demand=rank_need,
+            host_demand=host_need,
+            fixed_ranks=self._fixed_ranks,
+            allowed_ranks=self._allowed_ranks,
+            conflicts=self._make_conflicts(),
         )
-        if self._prices.schedules is None:
-            return options, least_s, self._prices.fixed_seconds()
-        paths, fixed_s = self._prices.paths(options)
+        if self._estimator.schedules is None:
+            return options, least_s, self._estimator.fixed_seconds()
+        paths, fixed_s = self._estimator.step_paths(options)
         return replace(options, paths=paths), least_s, fixed_s
 
-    def _cuts(self, pieces: Pieces, option: Ints) -> Cuts:
+    def _make_partitioning(self, pieces: ShardArrays, option: Ints) -> ShardPartitioning:
         """From the pieces of each option and table: ranges of rows, of columns, and of rows within a host."""
         key = option * (len(self._tables) + 1) + pieces.table
         row_parts = _count_distinct(key, pieces.first_row)
         column_parts = _count_distinct(key, pieces.first_column)
         summed = np.array(
-            [scheme is not None and scheme.sharding in SUMMED_IN_HOST for scheme in self.schemes], np.bool_
+            [scheme is not None and scheme.sharding_type in HOST_REDUCED_TYPES for scheme in self.schemes], np.bool_
         )
         kept = np.array([scheme is None for scheme in self.schemes], np.bool_)
         host_parts = np.where(summed[option], row_parts, 0) if len(option) else option
         for index in np.flatnonzero(kept[option]) if len(option) else ():
-            entry = self._kept[self._tables[pieces.table[index]].name]
-            host_parts[index] = row_parts[index] if entry.sharding in SUMMED_IN_HOST else 0
-        block = np.maximum(np.array(self._block, np.int64), 1)[option] if len(option) else option
-        if not self._prices.is_two_level:
+            entry = self._kept_tables[self._tables[pieces.table[index]].name]
+            host_parts[index] = row_parts[index] if entry.sharding in HOST_REDUCED_TYPES else 0
+        block = np.maximum(np.array(self._block_size, np.int64), 1)[option] if len(option) else option
+        if not self._estimator.is_hierarchical:
             columns = np.ones_like(row_parts)
-            return Cuts(
-                host_parts=host_parts,
+            return ShardPartitioning(
+                host_row_parts=host_parts,
                 column_parts=column_parts,
-                host_columns=columns,
+                host_column_parts=columns,
                 row_parts=row_parts,
-                together=block,
+                min_shards_in_host=block,
             )
-        return self._cuts_of_hosts(key, pieces, option, (row_parts, column_parts, block))
+        return self._make_host_partitioning(key, pieces, option, (row_parts, column_parts, block))
 
-    def _cuts_of_hosts(self, key: Ints, pieces: Pieces, option: Ints, parts: tuple[Ints, Ints, Ints]) -> Cuts:
+    def _make_host_partitioning(
+        self, key: Ints, pieces: ShardArrays, option: Ints, parts: tuple[Ints, Ints, Ints]
+    ) -> ShardPartitioning:
         """The same where hosts hand on what is theirs: pieces that may lie anywhere are taken to be spread evenly over
         hosts, at most one lies on each rank of a host. Pieces of an earlier plan lie where they do."""
         hosts, per_host, (row_parts, column_parts, block) = (
             self._topology.num_hosts,
-            self._machine.devices_per_host,
+            self._cluster.devices_per_host,
             parts,
         )
-        is_apart = np.array(self._block, np.int64)[option] == 0 if len(option) else np.zeros(0, np.bool_)
-        of_grid = np.array([scheme is not None and scheme.sharding is ShardingType.GRID for scheme in self.schemes])
+        is_apart = np.array(self._block_size, np.int64)[option] == 0 if len(option) else np.zeros(0, np.bool_)
+        of_grid = np.array(
+            [scheme is not None and scheme.sharding_type is ShardingType.GRID for scheme in self.schemes]
+        )
         in_host = (row_parts, np.where(of_grid[option], 1, column_parts) if len(option) else option)
         even = [np.where(is_apart, -(-number // hosts), one) for number, one in zip(parts[:2], in_host, strict=True)]
         most = [
             np.where(is_apart, np.minimum(number, per_host), one)
             for number, one in zip(parts[:2], in_host, strict=True)
         ]
-        for index, ranks in self._fixed.items():
+        for index, ranks in self._fixed_ranks.items():
             mine = np.flatnonzero(option == index)
             at = key[mine] * hosts + ranks // per_host
             for number, (first, own) in enumerate(((pieces.first_column, even[0]), (pieces.first_row, even[1]))):
@@ -465,23 +477,23 @@ class _Builder:
                     np.stack([at, first[mine]]), axis=1, return_inverse=True, return_counts=True
                 )
                 own[mine] = most[number][mine] = count[place.reshape(-1)]
-        return Cuts(
-            host_parts=even[0],
+        return ShardPartitioning(
+            host_row_parts=even[0],
             column_parts=column_parts,
-            host_columns=even[1],
+            host_column_parts=even[1],
             row_parts=row_parts,
-            most_parts=most[0],
-            most_columns=most[1],
-            together=block,
+            max_host_row_parts=most[0],
+            max_host_column_parts=most[1],
+            min_shards_in_host=block,
         )
 
-    def _apart(self) -> dict[int, tuple[int, ...]]:
+    def _make_conflicts(self) -> dict[int, tuple[int, ...]]:
         unit_of: dict[str, int] = {}
-        for unit, tables in enumerate(_units(self._prices.loads.workload, self._constraints)):
+        for unit, tables in enumerate(_make_units(self._estimator.loads.workload, self._constraints)):
             unit_of |= {self._tables[table].name: unit for table in tables}
         found: dict[int, set[int]] = {}
         for names in self._constraints.apart:
-            group = {unit_of[name] for name in self._constraints.group(names, self._tables)}
+            group = {unit_of[name] for name in self._constraints.match_tables(names, self._tables)}
             for unit in group:
                 found.setdefault(unit, set()).update(group - {unit})
         return {unit: tuple(sorted(others)) for unit, others in found.items()}

@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.spec import COLUMN_BLOCK, Shard, ShardingType, TablePlan, TableSpec, Tier
-from meseta.spec.tiers import CACHED_SHARE, FAR_TIERS, HBM
+from meseta.spec.tiers import DEFAULT_CACHE_SHARE, HBM, OFFLOADED_TIERS
 
 Ints = NDArray[np.int64]
 
-CUT_IN_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID)
+WITHIN_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID)
 """Schemes that are the same as another one where there is one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
+class ShardingScheme:
     """How one table is cut; not where its pieces lie."""
 
-    sharding: ShardingType
+    sharding_type: ShardingType
     """Its type."""
     row_parts: int = 1
     """Ranges of rows, at most."""
@@ -31,21 +31,21 @@ class Scheme:
     """Memory of the pieces."""
     hot_rows: int = 0
     """Rows on every rank; all for data_parallel."""
-    near_share: float = 0.0
+    cache_share: float = 0.0
     """Of tiers 'cached' and 'disk': the part of the rows that lies near, if that has room for the batches under way."""
 
     @property
-    def is_blocked(self) -> bool:
+    def is_within_host(self) -> bool:
         """Whether pieces share a host: all, those of a range of columns for grid."""
-        return self.sharding in CUT_IN_HOST
+        return self.sharding_type in WITHIN_HOST_TYPES
 
-    def pieces(self, num_rows: int, num_columns: int) -> Ints:
+    def shard_rectangles(self, num_rows: int, num_columns: int) -> Ints:
         """[p, 4]: first row, one after the last, first column, one after the last, of all pieces that lie on one rank.
-        Equal parts, as `meseta.spec.shards.cut` deals them; ranges of columns first, for grid."""
-        if self.sharding is ShardingType.DATA_PARALLEL:
+        Equal parts, as `meseta.spec.shards.shard_table` deals them; ranges of columns first, for grid."""
+        if self.sharding_type is ShardingType.DATA_PARALLEL:
             return np.zeros((0, 4), np.int64)
-        rows = _spans(self.hot_rows, num_rows, self.row_parts, 1)
-        columns = _spans(0, num_columns, self.column_parts, COLUMN_BLOCK)
+        rows = _split_range(self.hot_rows, num_rows, self.row_parts, 1)
+        columns = _split_range(0, num_columns, self.column_parts, COLUMN_BLOCK)
         pieces = np.empty((len(columns), len(rows), 4), np.int64)
         pieces[:, :, :2], pieces[:, :, 2:] = rows, columns[:, None]
         return pieces.reshape(-1, 4)
@@ -53,13 +53,13 @@ class Scheme:
     def describe(self) -> str:
         """In a few words, for people."""
         parts = [str(self.row_parts)] * (self.row_parts > 1) + [str(self.column_parts)] * (self.column_parts > 1)
-        text = f"{self.sharding}" + (f" {'x'.join(parts)}" if parts else "")
-        text += f", {self.hot_rows:,} hot rows" if self.sharding is ShardingType.HOT_REPLICATED else ""
-        near = f", {100 * self.near_share:.3g} % near" if self.near_share else ""
+        text = f"{self.sharding_type}" + (f" {'x'.join(parts)}" if parts else "")
+        text += f", {self.hot_rows:,} hot rows" if self.sharding_type is ShardingType.HOT_REPLICATED else ""
+        near = f", {100 * self.cache_share:.3g} % near" if self.cache_share else ""
         return text + (f" in {self.tier}{near}" if self.tier != HBM else "")
 
 
-def _spans(first: int, last: int, parts: int, align: int) -> Ints:
+def _split_range(first: int, last: int, parts: int, align: int) -> Ints:
     """[k, 2]: at most `parts` spans of equal size, the last perhaps shorter."""
     blocks = -(-(last - first) // align)
     starts = np.arange(first, last, -(-blocks // parts) * align)
@@ -68,24 +68,28 @@ def _spans(first: int, last: int, parts: int, align: int) -> Ints:
     return spans
 
 
-def table_plan(
-    table: TableSpec, scheme: Scheme, ranks: Sequence[int] | Ints, num_ranks: int, near_rows: Sequence[int] | Ints
+def make_table_plan(
+    table: TableSpec,
+    scheme: ShardingScheme,
+    ranks: Sequence[int] | Ints,
+    num_ranks: int,
+    near_rows: Sequence[int] | Ints,
 ) -> TablePlan:
     """The pieces of a table on `ranks`, one for each piece, with so many rows that lie near (0: they are not apart),
     and its replicas on all ranks."""
     everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
-    replicated = table.num_embeddings if scheme.sharding is ShardingType.DATA_PARALLEL else scheme.hot_rows
+    replicated = table.num_embeddings if scheme.sharding_type is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
-    pieces = scheme.pieces(table.num_embeddings, dim).tolist()
+    pieces = scheme.shard_rectangles(table.num_embeddings, dim).tolist()
     for (first, last, left, right), rank, near in zip(pieces, ranks, near_rows, strict=True):
         place = {"rows": (first, last), "columns": (left, right), "ranks": (int(rank),)}
-        shards.append(Shard(table=table.name, **place, tier=scheme.tier, near_rows=int(near) or None))
+        shards.append(Shard(table=table.name, **place, tier=scheme.tier, cache_rows=int(near) or None))
     shards.sort(key=lambda shard: (shard.rows, shard.columns))
-    return TablePlan(table=table.name, sharding=scheme.sharding, shards=tuple(shards))
+    return TablePlan(table=table.name, sharding=scheme.sharding_type, shards=tuple(shards))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class SchemeSpace:
     """What decides which schemes are worth a look."""
 
     num_hosts: int
@@ -94,52 +98,54 @@ class Shape:
     """More pieces than this help neither the balance nor the room."""
     hot_rows: tuple[int, ...] = ()
     """Numbers of rows to replicate."""
-    replicate: bool = True
+    can_replicate: bool = True
     """Whether replicas of the whole table are worth a look."""
-    near_shares: tuple[float, ...] = (CACHED_SHARE,)
+    cache_shares: tuple[float, ...] = (DEFAULT_CACHE_SHARE,)
     """Parts of the rows that may lie near."""
 
 
-def schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
+def enumerate_schemes(table: TableSpec, shape: SchemeSpace, tier: Tier) -> Iterator[ShardingScheme]:
     """All schemes of a table that differ on these machines, with pieces in `tier`."""
-    for share in shape.near_shares if tier in FAR_TIERS else (0.0,):
-        for scheme in _schemes(table, shape, tier):
-            yield replace(scheme, near_share=share)
+    for share in shape.cache_shares if tier in OFFLOADED_TIERS else (0.0,):
+        for scheme in _enumerate_tier_schemes(table, shape, tier):
+            yield replace(scheme, cache_share=share)
 
 
-def _schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
+def _enumerate_tier_schemes(table: TableSpec, shape: SchemeSpace, tier: Tier) -> Iterator[ShardingScheme]:
     """The same, with nothing said of rows that lie near."""
     num_ranks = shape.num_hosts * shape.devices_per_host
     blocks = -(-table.embedding_dim // COLUMN_BLOCK)
-    row_counts = counts(min(table.num_embeddings, num_ranks, shape.max_parts))
-    column_counts = counts(min(blocks, num_ranks, shape.max_parts))
-    yield Scheme(sharding=ShardingType.TABLE_WISE, tier=tier)
+    row_counts = part_counts(min(table.num_embeddings, num_ranks, shape.max_parts))
+    column_counts = part_counts(min(blocks, num_ranks, shape.max_parts))
+    yield ShardingScheme(sharding_type=ShardingType.TABLE_WISE, tier=tier)
     if num_ranks == 1:
         return
-    yield from (Scheme(sharding=ShardingType.ROW_WISE, row_parts=k, tier=tier) for k in row_counts)
-    yield from (Scheme(sharding=ShardingType.COLUMN_WISE, column_parts=k, tier=tier) for k in column_counts)
+    yield from (ShardingScheme(sharding_type=ShardingType.ROW_WISE, row_parts=k, tier=tier) for k in row_counts)
+    yield from (
+        ShardingScheme(sharding_type=ShardingType.COLUMN_WISE, column_parts=k, tier=tier) for k in column_counts
+    )
     if shape.num_hosts > 1 and shape.devices_per_host > 1:
-        yield from _in_host(table, shape, tier, blocks)
+        yield from _enumerate_within_host(table, shape, tier, blocks)
     if tier == HBM:
-        if shape.replicate:
-            yield Scheme(sharding=ShardingType.DATA_PARALLEL)
+        if shape.can_replicate:
+            yield ShardingScheme(sharding_type=ShardingType.DATA_PARALLEL)
         for hot in shape.hot_rows:
             for k in row_counts:
-                yield Scheme(sharding=ShardingType.HOT_REPLICATED, row_parts=k, hot_rows=hot)
+                yield ShardingScheme(sharding_type=ShardingType.HOT_REPLICATED, row_parts=k, hot_rows=hot)
 
 
-def _in_host(table: TableSpec, shape: Shape, tier: Tier, blocks: int) -> Iterator[Scheme]:
+def _enumerate_within_host(table: TableSpec, shape: SchemeSpace, tier: Tier, blocks: int) -> Iterator[ShardingScheme]:
     """Schemes whose pieces share a host."""
     rows = min(shape.devices_per_host, table.num_embeddings)
     if rows > 1:
-        yield Scheme(sharding=ShardingType.TABLE_ROW_WISE, row_parts=rows, tier=tier)
-        for k in counts(min(blocks, shape.num_hosts, max(shape.max_parts // rows, 2))):
-            yield Scheme(sharding=ShardingType.GRID, row_parts=rows, column_parts=k, tier=tier)
-    for k in counts(min(blocks, shape.devices_per_host)):
-        yield Scheme(sharding=ShardingType.TABLE_COLUMN_WISE, column_parts=k, tier=tier)
+        yield ShardingScheme(sharding_type=ShardingType.TABLE_ROW_WISE, row_parts=rows, tier=tier)
+        for k in part_counts(min(blocks, shape.num_hosts, max(shape.max_parts // rows, 2))):
+            yield ShardingScheme(sharding_type=ShardingType.GRID, row_parts=rows, column_parts=k, tier=tier)
+    for k in part_counts(min(blocks, shape.devices_per_host)):
+        yield ShardingScheme(sharding_type=ShardingType.TABLE_COLUMN_WISE, column_parts=k, tier=tier)
 
 
-def counts(most: int) -> list[int]:
+def part_counts(most: int) -> list[int]:
     """Powers of two from 2, and `most` itself."""
     powers = [1 << bit for bit in range(1, max(most, 1).bit_length()) if 1 << bit < most]
     return [*powers, most] if most > 1 else []

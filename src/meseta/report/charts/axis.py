@@ -22,7 +22,7 @@ class Axis:
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
 
-    def place(self, value: Number) -> float:
+    def to_pixel(self, value: Number) -> float:
         """Pixel of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 

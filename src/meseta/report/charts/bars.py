@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.report.charts.markup import label, picture, tag, text
+from meseta.report.charts.markup import escape, svg, svg_text, tag
 from meseta.spec import Reuse
-from meseta.telemetry.shown import drawable, share
+from meseta.telemetry.formatting import format_percent, is_drawable
 
 BAR_WIDTH, BAR_HEIGHT = 7, 26
 NOTE_WIDTH = 54
 
 
-def bars(title: str, values: Sequence[float], hovers: Sequence[str], class_: str, notes: tuple[str, str]) -> str:
+def histogram(title: str, values: Sequence[float], hovers: Sequence[str], class_: str, notes: tuple[str, str]) -> str:
     """One bar per value; the tallest fills the height. `notes` are two short lines at the right, '' for none.
 
     Returns an empty string where there is nothing to draw.
     """
-    known = [value if drawable(value) and value > 0 else 0.0 for value in values]
+    known = [value if is_drawable(value) and value > 0 else 0.0 for value in values]
     tallest = max(known, default=0.0)
     if not tallest:
         return ""
@@ -27,27 +27,27 @@ def bars(title: str, values: Sequence[float], hovers: Sequence[str], class_: str
         x = float(i * BAR_WIDTH)
         column = {"x": x, "y": 0.0, "width": float(BAR_WIDTH), "height": float(BAR_HEIGHT), "class_": "bar-back"}
         bar = {"x": x, "y": BAR_HEIGHT - height, "width": BAR_WIDTH - 1.5, "height": height, "class_": class_}
-        marks.append(tag("g", tag("title", text(hover)), tag("rect", **column), tag("rect", **bar)))
+        marks.append(tag("g", tag("title", escape(hover)), tag("rect", **column), tag("rect", **bar)))
     width = len(known) * BAR_WIDTH
     marks.append(tag("path", d=f"M0 {BAR_HEIGHT}H{width}", class_="grid"))
-    marks.append(label(width + 4, 11, notes[0], "tick"))
-    marks.append(label(width + 4, 24, notes[1], "axis-name"))
-    return picture(width + NOTE_WIDTH * any(notes), BAR_HEIGHT + 1, title, *marks, class_="chart bars")
+    marks.append(svg_text(width + 4, 11, notes[0], "tick"))
+    marks.append(svg_text(width + 4, 24, notes[1], "axis-name"))
+    return svg(width + NOTE_WIDTH * any(notes), BAR_HEIGHT + 1, title, *marks, class_="chart bars")
 
 
-def reuse_bars(reuse: Reuse, shares: Sequence[float], noun: str, class_: str) -> str:
+def reuse_histogram(reuse: Reuse, shares: Sequence[float], noun: str, class_: str) -> str:
     """Shares of rows or of lookups by how often a row is used in a window; the tallest bar has its share and its uses
     beside it."""
-    known = [value if drawable(value) else 0.0 for value in shares]
+    known = [value if is_drawable(value) else 0.0 for value in shares]
     if not any(value > 0 for value in known):
         return ""
-    hovers = [f"{share(value)} of {noun}: used {_uses(reuse.edges, i)}" for i, value in enumerate(known)]
+    hovers = [f"{format_percent(value)} of {noun}: used {_bin_label(reuse.edges, i)}" for i, value in enumerate(known)]
     peak = known.index(max(known))
-    notes = share(known[peak]), _uses(reuse.edges, peak, is_short=True)
-    return bars(f"Reuse histogram, share of {noun}", known, hovers, class_, notes)
+    notes = format_percent(known[peak]), _bin_label(reuse.edges, peak, is_short=True)
+    return histogram(f"Reuse histogram, share of {noun}", known, hovers, class_, notes)
 
 
-def _uses(edges: Sequence[int], index: int, *, is_short: bool = False) -> str:
+def _bin_label(edges: Sequence[int], index: int, *, is_short: bool = False) -> str:
     """The bin (edges[i], edges[i + 1]] in words; the last one is open."""
     if index >= len(edges):
         return ""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.charts.axis import Axis, make_axis
-from meseta.report.charts.markup import label, number, picture, tag, text
-from meseta.telemetry.lines import ReliabilityPoint
-from meseta.telemetry.shown import drawable, fixed, short
+from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
+from meseta.telemetry.formatting import format_decimal, format_si, is_drawable
+from meseta.telemetry.metrics_file import ReliabilityPoint
 
 WIDTH, HEIGHT = 340, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 64, 12, 30
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 44, 64, 12, 30
 MAX_POINTS = 400
 LABEL_HEIGHT = 13
 
@@ -24,12 +24,12 @@ class Series:
     name: str
     points: Sequence[tuple[float, float | None]]
     class_: str
-    is_dots: bool = False
+    draws_dots: bool = False
     max_points: int = MAX_POINTS
     """A longer line is drawn by means of neighbours."""
 
     def finite_points(self) -> list[tuple[float, float]]:
-        return [(x, y) for x, y in self.points if y is not None and drawable(y)]
+        return [(x, y) for x, y in self.points if y is not None and is_drawable(y)]
 
 
 def line_chart(
@@ -39,7 +39,7 @@ def line_chart(
     *,
     reference: tuple[str, float] | None = None,
     best_x: float | None = None,
-    from_zero: bool = False,
+    include_zero: bool = False,
     x_name: str = "samples",
     has_legend: bool = False,
 ) -> str:
@@ -52,38 +52,38 @@ def line_chart(
     if not series:
         return ""
     values = [y for one in series for _, y in one.finite_points()] + ([reference[1]] if reference else [])
-    y_axis = make_axis(values + [0.0] * from_zero, HEIGHT - BOTTOM, TOP)
-    right = WIDTH - RIGHT
-    x_axis = make_axis([0.0, x_max if x_max > 0 else 1.0], LEFT, right, widen=False)
-    marks, ends = [frame(x_axis, y_axis, x_name)], []
+    y_axis = make_axis(values + [0.0] * include_zero, HEIGHT - MARGIN_BOTTOM, MARGIN_TOP)
+    right = WIDTH - MARGIN_RIGHT
+    x_axis = make_axis([0.0, x_max if x_max > 0 else 1.0], MARGIN_LEFT, right, widen=False)
+    marks, ends = [draw_axes(x_axis, y_axis, x_name)], []
     if reference:
-        y = y_axis.place(reference[1])
-        marks.append(tag("path", d=f"M{LEFT} {number(y)}H{right}", class_="reference"))
+        y = y_axis.to_pixel(reference[1])
+        marks.append(tag("path", d=f"M{MARGIN_LEFT} {coordinate(y)}H{right}", class_="reference"))
         ends.append((y, reference[0], "reference-label"))
     if best_x is not None:
-        x = x_axis.place(best_x)
-        marks.append(tag("path", d=f"M{number(x)} {TOP}V{number(y_axis.start)}", class_="best"))
-        marks.append(label(x, TOP - 2, "best", "axis-name", "middle"))
+        x = x_axis.to_pixel(best_x)
+        marks.append(tag("path", d=f"M{coordinate(x)} {MARGIN_TOP}V{coordinate(y_axis.start)}", class_="best"))
+        marks.append(svg_text(x, MARGIN_TOP - 2, "best", "axis-name", "middle"))
     for one in series:
-        marks.append(_dots(one, x_axis, y_axis, x_name) if one.is_dots else _line(one, x_axis, y_axis, x_name))
+        marks.append(_dots(one, x_axis, y_axis, x_name) if one.draws_dots else _line(one, x_axis, y_axis, x_name))
         if not has_legend:
-            ends.append((y_axis.place(one.finite_points()[-1][1]), one.name, f"{one.class_}-label"))
-    marks += [label(right + 7, y + 4, name, class_) for y, name, class_ in _spread(ends)]
-    return picture(WIDTH, HEIGHT, title, *marks)
+            ends.append((y_axis.to_pixel(one.finite_points()[-1][1]), one.name, f"{one.class_}-label"))
+    marks += [svg_text(right + 7, y + 4, name, class_) for y, name, class_ in _separate_labels(ends)]
+    return svg(WIDTH, HEIGHT, title, *marks)
 
 
-def frame(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
+def draw_axes(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     """Grid lines with labels on the left and below, and the name of the x axis at its right end."""
     marks = []
     for tick, name in zip(y_axis.ticks, y_axis.labels, strict=True):
-        y = number(y_axis.place(tick))
-        marks.append(tag("path", d=f"M{number(x_axis.start)} {y}H{number(x_axis.end)}", class_="grid"))
-        marks.append(label(x_axis.start - 6, y_axis.place(tick) + 4, name, anchor="end"))
+        y = coordinate(y_axis.to_pixel(tick))
+        marks.append(tag("path", d=f"M{coordinate(x_axis.start)} {y}H{coordinate(x_axis.end)}", class_="grid"))
+        marks.append(svg_text(x_axis.start - 6, y_axis.to_pixel(tick) + 4, name, anchor="end"))
     for tick, name in zip(x_axis.ticks, x_axis.labels, strict=True):
-        x = x_axis.place(tick)
-        marks.append(tag("path", d=f"M{number(x)} {number(y_axis.start)}v4", class_="grid"))
-        marks.append(label(x, y_axis.start + 16, name, anchor="middle"))
-    marks.append(label(x_axis.end + 17, y_axis.start + 16, x_name, "axis-name"))
+        x = x_axis.to_pixel(tick)
+        marks.append(tag("path", d=f"M{coordinate(x)} {coordinate(y_axis.start)}v4", class_="grid"))
+        marks.append(svg_text(x, y_axis.start + 16, name, anchor="middle"))
+    marks.append(svg_text(x_axis.end + 17, y_axis.start + 16, x_name, "axis-name"))
     return "".join(marks)
 
 
@@ -93,70 +93,73 @@ def stacked_bars(
     """Bars from span[0] to span[1] samples; each layer is (name, class, one value in milliseconds per bar)."""
     width, height, left = 620, 250, 48
     totals = [sum(values[i] for _, _, values in layers) for i in range(len(spans))]
-    y_axis = make_axis([0.0, *totals], height - BOTTOM, TOP, num_ticks=5)
+    y_axis = make_axis([0.0, *totals], height - MARGIN_BOTTOM, MARGIN_TOP, num_ticks=5)
     x_axis = make_axis([0.0, max(spans[-1][1], 1.0)], left, width - 56, num_ticks=6, widen=False)
-    marks = [frame(x_axis, y_axis, "samples")]
+    marks = [draw_axes(x_axis, y_axis, "samples")]
     base = [0.0] * len(spans)
     for name, class_, values in layers:
         for i, (start, end) in enumerate(spans):
-            x, top, bottom = x_axis.place(start), y_axis.place(base[i] + values[i]), y_axis.place(base[i])
-            bar_width = max(x_axis.place(end) - x - 1.0, 0.5)
-            hover = tag("title", text(f"{name}: {values[i]:.3g} ms at {short(end)} samples"))
+            x, top, bottom = x_axis.to_pixel(start), y_axis.to_pixel(base[i] + values[i]), y_axis.to_pixel(base[i])
+            bar_width = max(x_axis.to_pixel(end) - x - 1.0, 0.5)
+            hover = tag("title", escape(f"{name}: {values[i]:.3g} ms at {format_si(end)} samples"))
             size = {"width": bar_width, "height": max(bottom - top, 0.0)}
             marks.append(tag("rect", hover, x=x, y=top, class_=f"stage {class_}", **size))
             base[i] += values[i]
-    return picture(width, height, title, *marks)
+    return svg(width, height, title, *marks)
 
 
-def row_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
+def horizontal_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
     """One bar per named row, from left to right in pieces of (name, class, length)."""
     width, height, row_height, left = 720, len(rows) * 26 + 34, 26, 150
     x_axis = make_axis([0.0, *(sum(v for _, _, v in pieces) for _, pieces in rows)], left, width - 30, num_ticks=6)
     marks = []
     for tick, name in zip(x_axis.ticks, x_axis.labels, strict=True):
-        x = x_axis.place(tick)
-        marks.append(tag("path", d=f"M{number(x)} 0V{height - 28}", class_="grid"))
-        marks.append(label(x, height - 12, name if tick else f"0 {unit}", anchor="middle"))
+        x = x_axis.to_pixel(tick)
+        marks.append(tag("path", d=f"M{coordinate(x)} 0V{height - 28}", class_="grid"))
+        marks.append(svg_text(x, height - 12, name if tick else f"0 {unit}", anchor="middle"))
     for i, (row, pieces) in enumerate(rows):
         base, y = 0.0, float(i * row_height + 4)
         shown = row if len(row) <= 24 else row[:23] + "…"
-        marks.append(label(left - 8, y + 13, shown, "row-name", "end"))
+        marks.append(svg_text(left - 8, y + 13, shown, "row-name", "end"))
         for name, class_, value in pieces:
-            x, end = x_axis.place(base), x_axis.place(base + value)
-            hover = tag("title", text(f"{row}, {name}: {value:.3g} {unit}"))
+            x, end = x_axis.to_pixel(base), x_axis.to_pixel(base + value)
+            hover = tag("title", escape(f"{row}, {name}: {value:.3g} {unit}"))
             size = {"width": max(end - x - 0.5, 0.0), "height": row_height - 8.0}
             marks.append(tag("rect", hover, x=x, y=y, class_=f"stage {class_}", **size))
             base += value
-    return picture(width, height, title, *marks, class_="chart rows")
+    return svg(width, height, title, *marks, class_="chart rows")
 
 
 def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
     """Observed rate over mean prediction, with 95% intervals (Wilson 1927) and the diagonal of perfect calibration."""
     size = 330
-    points = [p for p in points if p.num_samples and drawable(p.mean_prediction) and drawable(p.mean_label)]
+    points = [p for p in points if p.num_samples and is_drawable(p.mean_prediction) and is_drawable(p.mean_label)]
     if not points:
         return ""
-    bounds = [_wilson(p.mean_label, p.num_samples) for p in points]
+    bounds = [_wilson_interval(p.mean_label, p.num_samples) for p in points]
     values = [0.0, *(p.mean_prediction for p in points), *(p.mean_label for p in points)]
-    y_axis = make_axis(values, size - 40, TOP, num_ticks=5)
-    x_axis = make_axis([y_axis.low, y_axis.high], LEFT, size - 18, num_ticks=5)
-    diagonal = f"M{number(x_axis.start)} {number(y_axis.start)}L{number(x_axis.end)} {number(y_axis.end)}"
-    marks = [frame(x_axis, y_axis, ""), tag("path", d=diagonal, class_="diagonal")]
+    y_axis = make_axis(values, size - 40, MARGIN_TOP, num_ticks=5)
+    x_axis = make_axis([y_axis.low, y_axis.high], MARGIN_LEFT, size - 18, num_ticks=5)
+    diagonal = (
+        f"M{coordinate(x_axis.start)} {coordinate(y_axis.start)}L{coordinate(x_axis.end)} {coordinate(y_axis.end)}"
+    )
+    marks = [draw_axes(x_axis, y_axis, ""), tag("path", d=diagonal, class_="diagonal")]
     for point, (low, high) in zip(points, bounds, strict=True):
-        x, ends = x_axis.place(point.mean_prediction), [y_axis.place(min(v, y_axis.high)) for v in (low, high)]
-        marks.append(tag("path", d=f"M{number(x)} {number(ends[0])}V{number(ends[1])}", class_="interval"))
+        x, ends = x_axis.to_pixel(point.mean_prediction), [y_axis.to_pixel(min(v, y_axis.high)) for v in (low, high)]
+        marks.append(tag("path", d=f"M{coordinate(x)} {coordinate(ends[0])}V{coordinate(ends[1])}", class_="interval"))
     for point in points:
         hover = (
-            f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, {short(point.num_samples)} rows"
+            f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, "
+            f"{format_si(point.num_samples)} rows"
         )
-        place = {"cx": x_axis.place(point.mean_prediction), "cy": y_axis.place(point.mean_label)}
-        marks.append(tag("circle", tag("title", text(hover)), r=3.5, class_="test-dot", **place))
-    marks.append(label((x_axis.start + x_axis.end) / 2, size - 4, "mean prediction", "axis-name", "middle"))
-    marks.append(label(x_axis.start + 6, TOP + 10, "observed rate", "axis-name"))
-    return picture(size, size, "Reliability curve", *marks)
+        place = {"cx": x_axis.to_pixel(point.mean_prediction), "cy": y_axis.to_pixel(point.mean_label)}
+        marks.append(tag("circle", tag("title", escape(hover)), r=3.5, class_="test-dot", **place))
+    marks.append(svg_text((x_axis.start + x_axis.end) / 2, size - 4, "mean prediction", "axis-name", "middle"))
+    marks.append(svg_text(x_axis.start + 6, MARGIN_TOP + 10, "observed rate", "axis-name"))
+    return svg(size, size, "Reliability curve", *marks)
 
 
-def _wilson(rate: float, num_samples: int) -> tuple[float, float]:
+def _wilson_interval(rate: float, num_samples: int) -> tuple[float, float]:
     """95% score interval of a rate (E. B. Wilson 1927)."""
     z = 1.959964
     rate = min(max(rate, 0.0), 1.0)
@@ -167,30 +170,32 @@ def _wilson(rate: float, num_samples: int) -> tuple[float, float]:
 
 
 def _line(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
-    points = _thin(one.points, one.max_points)
+    points = _downsample(one.points, one.max_points)
     if len(points) == 1:
         return _dots(one, x_axis, y_axis, x_name)
     path, pen_is_down = [], False
     for x, y in points:
-        if y is None or not drawable(y):
+        if y is None or not is_drawable(y):
             pen_is_down = False
             continue
-        path.append(f"{'L' if pen_is_down else 'M'}{number(x_axis.place(x))} {number(y_axis.place(y))}")
+        path.append(f"{'L' if pen_is_down else 'M'}{coordinate(x_axis.to_pixel(x))} {coordinate(y_axis.to_pixel(y))}")
         pen_is_down = True
-    hover = [tag("title", text(one.name))] if one.name else []
+    hover = [tag("title", escape(one.name))] if one.name else []
     return tag("path", *hover, d="".join(path), class_=f"{one.class_}-line")
 
 
 def _dots(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     marks = []
     for x, y in one.finite_points():
-        hover = tag("title", text(f"{one.name} {fixed(y)} at {short(x)} {x_name}"))
-        marks.append(tag("circle", hover, cx=x_axis.place(x), cy=y_axis.place(y), r=3.5, class_=f"{one.class_}-dot"))
-    links = [f"{number(x_axis.place(x))} {number(y_axis.place(y))}" for x, y in one.finite_points()]
+        hover = tag("title", escape(f"{one.name} {format_decimal(y)} at {format_si(x)} {x_name}"))
+        marks.append(
+            tag("circle", hover, cx=x_axis.to_pixel(x), cy=y_axis.to_pixel(y), r=3.5, class_=f"{one.class_}-dot")
+        )
+    links = [f"{coordinate(x_axis.to_pixel(x))} {coordinate(y_axis.to_pixel(y))}" for x, y in one.finite_points()]
     return tag("path", d="M" + "L".join(links), class_=f"{one.class_}-link") + "".join(marks)
 
 
-def _thin(points: Sequence[tuple[float, float | None]], max_points: int) -> list[tuple[float, float | None]]:
+def _downsample(points: Sequence[tuple[float, float | None]], max_points: int) -> list[tuple[float, float | None]]:
     """At most `max_points`, each the mean of neighbours; the page stays small however long the run."""
     group = -(-len(points) // max_points)
     if group <= 1:
@@ -198,12 +203,12 @@ def _thin(points: Sequence[tuple[float, float | None]], max_points: int) -> list
     thinned: list[tuple[float, float | None]] = []
     for start in range(0, len(points), group):
         part = points[start : start + group]
-        known = [y for _, y in part if y is not None and drawable(y)]
+        known = [y for _, y in part if y is not None and is_drawable(y)]
         thinned.append((sum(x for x, _ in part) / len(part), sum(known) / len(known) if known else None))
     return thinned
 
 
-def _spread(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+def _separate_labels(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
     """Move labels apart that would cover each other, keeping their order and staying inside the chart."""
     placed = sorted(ends)
     for _ in placed:
@@ -212,4 +217,4 @@ def _spread(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
             if overlap > 0:
                 placed[i] = (placed[i][0] - overlap / 2, *placed[i][1:])
                 placed[i + 1] = (placed[i + 1][0] + overlap / 2, *placed[i + 1][1:])
-    return [(min(max(y, float(TOP)), float(HEIGHT - BOTTOM)), name, class_) for y, name, class_ in placed]
+    return [(min(max(y, float(MARGIN_TOP)), float(HEIGHT - MARGIN_BOTTOM)), name, class_) for y, name, class_ in placed]

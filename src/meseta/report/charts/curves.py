@@ -8,55 +8,55 @@ from dataclasses import dataclass
 import numpy as np
 
 from meseta.report.charts.chart import Series, line_chart
-from meseta.report.charts.markup import tag, text
+from meseta.report.charts.markup import escape, tag
 from meseta.report.record import RunRecord
-from meseta.telemetry.figures import Metric
-from meseta.telemetry.lines import EvalLine, TrainLine
-from meseta.telemetry.shown import drawable
+from meseta.telemetry.formatting import is_drawable
+from meseta.telemetry.metrics import Metric
+from meseta.telemetry.metrics_file import EvalLine, TrainLine
 from meseta.telemetry.splits import TEST
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class XAxisUnit:
     """What a chart's x axis counts."""
 
     name: str
     """As the axis shows it."""
-    key: str
+    line_field: str
     """Field of a training line."""
 
 
-SAMPLES = Progress(name="samples", key="num_samples")
-STEPS = Progress(name="steps", key="step")
-SECONDS = Progress(name="seconds", key="time_s")
+SAMPLES = XAxisUnit(name="samples", line_field="num_samples")
+STEPS = XAxisUnit(name="steps", line_field="step")
+SECONDS = XAxisUnit(name="seconds", line_field="time_s")
 
 
-def train_points(record: RunRecord, key: str, progress: Progress = SAMPLES) -> list[tuple[float, float | None]]:
+def train_points(record: RunRecord, key: str, progress: XAxisUnit = SAMPLES) -> list[tuple[float, float | None]]:
     """(x, value) of every training line."""
-    return [(float(getattr(line, progress.key)), getattr(line, key)) for line in _lines(record, progress)]
+    return [(float(getattr(line, progress.line_field)), getattr(line, key)) for line in _lines_with_x(record, progress)]
 
 
 def eval_points(
-    record: RunRecord, lines: Sequence[EvalLine], value: Callable[[EvalLine], float | None], progress: Progress
+    record: RunRecord, lines: Sequence[EvalLine], value: Callable[[EvalLine], float | None], progress: XAxisUnit
 ) -> list[tuple[float, float | None]]:
     """(x, value) of every evaluation. They know their step; the training lines tell how far on x that is."""
-    placed = _lines(record, progress)
+    placed = _lines_with_x(record, progress)
     steps = [0, *(line.step for line in placed)]
-    xs = [0.0, *(float(getattr(line, progress.key)) for line in placed)]
+    xs = [0.0, *(float(getattr(line, progress.line_field)) for line in placed)]
     per_step = xs[-1] / max(steps[-1], 1)
     found = [float(np.interp(v.step, steps, xs)) if v.step <= steps[-1] else v.step * per_step for v in lines]
     return [(min(x, xs[-1]), value(line)) for x, line in zip(found, lines, strict=True)]
 
 
-def last_x(record: RunRecord, progress: Progress) -> float:
+def last_x(record: RunRecord, progress: XAxisUnit) -> float:
     """Where the training lines end; 0 without any."""
-    lines = _lines(record, progress)
-    return float(getattr(lines[-1], progress.key)) if lines else 0.0
+    lines = _lines_with_x(record, progress)
+    return float(getattr(lines[-1], progress.line_field)) if lines else 0.0
 
 
 def curves_section(record: RunRecord) -> str:
     """The charts of one run; an empty string where no step was logged."""
-    if not record.train:
+    if not record.train_lines:
         return ""
     x_max = last_x(record, SAMPLES)
     teacher = record.summary.teacher if record.summary else None
@@ -67,13 +67,13 @@ def curves_section(record: RunRecord) -> str:
         ("AUC", "auc", "auc_binned", "auc", teacher.auc if teacher else None),
     ):
         train = Series(name="train", points=train_points(record, train_key), class_="train")
-        life = [(float(line.num_samples), getattr(line.lifetime, life_key)) for line in _lines(record, SAMPLES)]
+        life = [(float(line.num_samples), getattr(line.lifetime, life_key)) for line in _lines_with_x(record, SAMPLES)]
         series = [
             train,
             Series(name="whole run", points=life, class_="life"),
-            *_eval_series(record, Metric(key=eval_key, name=title, better="lower")),
+            *_eval_series(record, Metric(key=eval_key, name=title, better_direction="lower")),
         ]
-        level = ("teacher", reference) if reference is not None and drawable(reference) else None
+        level = ("teacher", reference) if reference is not None and is_drawable(reference) else None
         charts.append((title, line_chart(title, series, x_max, reference=level, best_x=_best_x(record))))
     for title, key in (
         ("Samples per second", "samples_per_s"),
@@ -81,30 +81,32 @@ def curves_section(record: RunRecord) -> str:
         ("Learning rate, tables", "lr_sparse"),
     ):
         plain = Series(name="", points=train_points(record, key), class_="plain")
-        charts.append((title, line_chart(title, [plain], x_max, from_zero=True)))
-    drawn = [tag("div", tag("h3", text(title)), svg) for title, svg in charts if svg]
+        charts.append((title, line_chart(title, [plain], x_max, include_zero=True)))
+    drawn = [tag("div", tag("h3", escape(title)), svg) for title, svg in charts if svg]
     return tag("div", *drawn, class_="grid")
 
 
 def _eval_series(record: RunRecord, metric: Metric) -> list[Series]:
     """One series per split."""
     series: list[Series] = []
-    for split in dict.fromkeys(line.split for line in record.evals):
-        lines = [line for line in record.evals if line.split == split]
-        points = eval_points(record, lines, metric.of, SAMPLES)
+    for split in dict.fromkeys(line.split for line in record.eval_lines):
+        lines = [line for line in record.eval_lines if line.split == split]
+        points = eval_points(record, lines, metric.value_in, SAMPLES)
         class_ = "test" if split == TEST else "other"
-        series.append(Series(name=split, points=points, class_=class_, is_dots=True))
+        series.append(Series(name=split, points=points, class_=class_, draws_dots=True))
     return series
 
 
 def _best_x(record: RunRecord) -> float | None:
     """Where the best of several evaluations of one split lies."""
-    best = [line for line in record.evals if record.is_best(line)]
-    if not best or sum(line.split == best[0].split for line in record.evals) < 2:
+    best = [line for line in record.eval_lines if record.is_best(line)]
+    if not best or sum(line.split == best[0].split for line in record.eval_lines) < 2:
         return None
     return eval_points(record, best, lambda line: None, SAMPLES)[0][0]
 
 
-def _lines(record: RunRecord, progress: Progress) -> list[TrainLine]:
+def _lines_with_x(record: RunRecord, progress: XAxisUnit) -> list[TrainLine]:
     """Lines that have a place on the axis."""
-    return [line for line in record.train if (x := getattr(line, progress.key)) is not None and drawable(x)]
+    return [
+        line for line in record.train_lines if (x := getattr(line, progress.line_field)) is not None and is_drawable(x)
+    ]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.charts.axis import make_axis
-from meseta.report.charts.markup import label, number, picture, tag, text
+from meseta.report.charts.markup import coordinate, escape, svg, svg_text, tag
 
-WIDTH, ROW_HEIGHT, LEFT, RIGHT = 360, 20, 122, 18
-FOOT = 26
-NAME_LENGTH = 18
+WIDTH, ROW_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT = 360, 20, 122, 18
+AXIS_HEIGHT = 26
+MAX_NAME_LENGTH = 18
 """Characters of a row's name that have room."""
 
 
@@ -22,38 +22,38 @@ class IntervalRow:
     name: str
     low: float
     """Without bound where it is -inf, as `high` where it is inf."""
-    middle: float
+    estimate: float
     high: float
     class_: str
     """Of style.css: 'better', 'worse' or 'open'."""
-    hover: str
+    tooltip: str
 
 
-def interval_rows(title: str, rows: Sequence[IntervalRow]) -> str:
+def interval_chart(title: str, rows: Sequence[IntervalRow]) -> str:
     """A row for each: its name, a bar from low to high, a dot in the middle; what has no bounds is a dot alone.
 
     Returns an empty string where there is nothing to draw.
     """
-    rows = [row for row in rows if math.isfinite(row.middle)]
+    rows = [row for row in rows if math.isfinite(row.estimate)]
     if not rows:
         return ""
-    ends = [value for row in rows for value in (row.low, row.middle, row.high) if math.isfinite(value)]
-    axis = make_axis([0.0, *ends], LEFT, WIDTH - RIGHT, num_ticks=4)
-    height = len(rows) * ROW_HEIGHT + FOOT
-    bottom = height - FOOT + 4
+    ends = [value for row in rows for value in (row.low, row.estimate, row.high) if math.isfinite(value)]
+    axis = make_axis([0.0, *ends], MARGIN_LEFT, WIDTH - MARGIN_RIGHT, num_ticks=4)
+    height = len(rows) * ROW_HEIGHT + AXIS_HEIGHT
+    bottom = height - AXIS_HEIGHT + 4
     marks = []
     for tick, name in zip(axis.ticks, axis.labels, strict=True):
-        x = number(axis.place(tick))
-        marks.append(tag("path", d=f"M{x} 0V{number(float(bottom))}", class_="grid" if tick else "zero"))
-        marks.append(label(axis.place(tick), bottom + 14, name, anchor="middle"))
+        x = coordinate(axis.to_pixel(tick))
+        marks.append(tag("path", d=f"M{x} 0V{coordinate(float(bottom))}", class_="grid" if tick else "zero"))
+        marks.append(svg_text(axis.to_pixel(tick), bottom + 14, name, anchor="middle"))
     for place, row in enumerate(rows):
         y = place * ROW_HEIGHT + ROW_HEIGHT / 2
-        shown = row.name if len(row.name) <= NAME_LENGTH else f"{row.name[: NAME_LENGTH - 1]}…"
-        hover = tag("title", text(row.hover))
-        inside = [label(LEFT - 10, y + 4, shown, "row-name", "end")]
+        shown = row.name if len(row.name) <= MAX_NAME_LENGTH else f"{row.name[: MAX_NAME_LENGTH - 1]}…"
+        hover = tag("title", escape(row.tooltip))
+        inside = [svg_text(MARGIN_LEFT - 10, y + 4, shown, "row-name", "end")]
         if math.isfinite(row.low) and math.isfinite(row.high):
-            span = f"M{number(axis.place(row.low))} {number(y)}H{number(axis.place(row.high))}"
+            span = f"M{coordinate(axis.to_pixel(row.low))} {coordinate(y)}H{coordinate(axis.to_pixel(row.high))}"
             inside.append(tag("path", d=span, class_="span"))
-        inside.append(tag("circle", cx=axis.place(row.middle), cy=y, r=3.5))
+        inside.append(tag("circle", cx=axis.to_pixel(row.estimate), cy=y, r=3.5))
         marks.append(tag("g", hover, *inside, class_=f"interval-row {row.class_}"))
-    return picture(WIDTH, height, title, *marks, class_="chart intervals")
+    return svg(WIDTH, height, title, *marks, class_="chart intervals")

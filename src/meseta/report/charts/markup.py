@@ -6,17 +6,17 @@ import html
 import math
 import re
 
-from meseta.telemetry.shown import Number
+from meseta.telemetry.formatting import Number
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def text(value: object) -> str:
+def escape(value: object) -> str:
     """Escaped text; control characters and lone surrogates, which no page may hold, become U+FFFD."""
     return html.escape(_UNPRINTABLE.sub("\ufffd", str(value)), quote=True)
 
 
-def number(value: Number) -> str:
+def coordinate(value: Number) -> str:
     """A coordinate with two decimals at most; raises ValueError for one that no browser could draw."""
     if not math.isfinite(value):
         raise ValueError(f"coordinate {value} is not finite")
@@ -28,7 +28,7 @@ def tag(name: str, /, *children: str, **attributes: object) -> str:
     written = []
     for key, value in attributes.items():
         if value is not None:
-            content = number(value) if isinstance(value, float) else text(value)
+            content = coordinate(value) if isinstance(value, float) else escape(value)
             written.append(f' {key.rstrip("_").replace("_", "-")}="{content}"')
     opening = name + "".join(written)
     if name in {"rect", "line", "path", "circle", "meta", "input"} and not children:
@@ -36,14 +36,14 @@ def tag(name: str, /, *children: str, **attributes: object) -> str:
     return f"<{opening}>{''.join(children)}</{name}>"
 
 
-def label(x: Number, y: Number, content: object, class_: str = "tick", anchor: str = "start") -> str:
+def svg_text(x: Number, y: Number, content: object, class_: str = "tick", anchor: str = "start") -> str:
     """SVG text with its baseline at (x, y)."""
-    return tag("text", text(content), x=float(x), y=float(y), class_=class_, text_anchor=anchor)
+    return tag("text", escape(content), x=float(x), y=float(y), class_=class_, text_anchor=anchor)
 
 
-def picture(width: Number, height: Number, title: str, *children: str, class_: str = "chart") -> str:
+def svg(width: Number, height: Number, title: str, *children: str, class_: str = "chart") -> str:
     """An inline SVG that scales with its container and tells screen readers what it shows."""
-    box = f"0 0 {number(float(width))} {number(float(height))}"
+    box = f"0 0 {coordinate(float(width))} {coordinate(float(height))}"
     return tag("svg", *children, viewBox=box, class_=class_, role="img", aria_label=title)
 
 

@@ -4,87 +4,95 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meseta.machine.files import json_text, write_whole
-from meseta.report.charts.intervals import IntervalRow, interval_rows
-from meseta.report.charts.markup import table, tag, text
-from meseta.report.document import document
-from meseta.report.quality.outcome import GroundOutcome, PairedDifference, QualityOutcome
+from meseta.machine.files import format_json, write_atomic
+from meseta.report.charts.intervals import IntervalRow, interval_chart
+from meseta.report.charts.markup import escape, table, tag
+from meseta.report.document import html_document
+from meseta.report.quality.suite_result import EvalDatasetResult, PairedDifference, SuiteResult
 from meseta.report.quality.tables import (
     DECIMALS,
-    CellTable,
-    as_text,
-    bounds,
-    chosen_table,
+    TextTable,
     configs_table,
+    format_bounds,
     intro,
     pairs_table,
-    ranked,
+    rank_configs,
+    settings_table,
     strengths_table,
+    to_markdown,
 )
-from meseta.telemetry.figures import Metric
-from meseta.telemetry.shown import plural, signed
+from meseta.telemetry.formatting import format_difference, format_quantity
+from meseta.telemetry.metrics import Metric
 
-JSON_NAME, TEXT_NAME, PAGE_NAME = "quality.json", "quality.md", "quality.html"
+JSON_FILE, TEXT_FILE, PAGE_FILE = "quality.json", "quality.md", "quality.html"
 
 
-def write_outcome(outcome: QualityOutcome, out: Path) -> None:
+def write_suite_result(outcome: SuiteResult, out: Path) -> None:
     """All digits as JSON, tables as text, and the page, each whole. Raises MesetaError where one cannot be written."""
-    write_whole(out / JSON_NAME, json_text(outcome.to_dict(), levels=5))
-    write_whole(out / TEXT_NAME, as_text(outcome))
-    write_whole(out / PAGE_NAME, quality_page(outcome))
+    write_atomic(out / JSON_FILE, format_json(outcome.to_dict(), levels=5))
+    write_atomic(out / TEXT_FILE, to_markdown(outcome))
+    write_atomic(out / PAGE_FILE, quality_page(outcome))
 
 
-def quality_page(outcome: QualityOutcome) -> str:
+def quality_page(outcome: SuiteResult) -> str:
     """The whole page."""
-    num_configs = len({config.name for one in outcome.grounds for config in one.configs})
-    facts = [plural(num_configs, "config"), ", ".join(one.ground.name for one in outcome.grounds),
-             plural(outcome.num_seeds, "seed"), f"{plural(outcome.num_trials, 'trial')} each"]  # fmt: skip
-    header = tag("header", tag("h1", text(outcome.name)), tag("p", text(" · ".join(facts)), class_="facts"))
-    problems = tag("ul", *(tag("li", text(problem)) for problem in outcome.problems), class_="problems")
-    body = [header, problems if outcome.problems else "", tag("p", text(intro(outcome)), class_="note")]
-    body += [_ground_section(one, outcome.reference) for one in outcome.grounds]
+    num_configs = len({config.name for one in outcome.eval_datasets for config in one.configs})
+    facts = [format_quantity(num_configs, "config"), ", ".join(one.eval_dataset.name for one in outcome.eval_datasets),
+             format_quantity(outcome.num_seeds, "seed"),
+             f"{format_quantity(outcome.num_trials, 'trial')} each"]  # fmt: skip
+    header = tag("header", tag("h1", escape(outcome.name)), tag("p", escape(" · ".join(facts)), class_="facts"))
+    problems = tag("ul", *(tag("li", escape(problem)) for problem in outcome.problems), class_="problems")
+    body = [header, problems if outcome.problems else "", tag("p", escape(intro(outcome)), class_="note")]
+    body += [_dataset_section(one, outcome.reference) for one in outcome.eval_datasets]
     strengths = strengths_table(outcome)
     if strengths.rows:
-        body.append(tag("section", tag("h2", "Strengths"), _shown(strengths), id="strengths"))
-    return document(f"{outcome.name}: Meseta quality", *body)
+        body.append(tag("section", tag("h2", "Strengths"), _html_table(strengths), id="strengths"))
+    return html_document(f"{outcome.name}: Meseta quality", *body)
 
 
-def _ground_section(outcome: GroundOutcome, reference: str) -> str:
-    parts = [tag("h2", text(outcome.ground.name)), tag("p", text(f"{outcome.ground.facts}."))]
-    parts.append(_shown(configs_table(outcome, reference)))
+def _dataset_section(outcome: EvalDatasetResult, reference: str) -> str:
+    parts = [tag("h2", escape(outcome.eval_dataset.name)), tag("p", escape(f"{outcome.eval_dataset.facts}."))]
+    parts.append(_html_table(configs_table(outcome, reference)))
     charts = [chart for metric in outcome.metrics if (chart := _chart(outcome, reference, metric))]
     if charts:
-        parts.append(tag("h3", text(f"Less {reference}, with 95 % intervals over seeds; grey: not shown to differ")))
+        parts.append(tag("h3", escape(f"Less {reference}, with 95 % intervals over seeds; grey: not shown to differ")))
         parts.append(tag("div", *charts, class_="grid"))
-    for name, cells in (("All pairs", pairs_table(outcome)), ("Settings chosen", chosen_table(outcome))):
+    for name, cells in (("All pairs", pairs_table(outcome)), ("Settings chosen", settings_table(outcome))):
         if cells.rows:
-            parts.append(tag("details", tag("summary", text(f"{name} ({len(cells.rows)})")), _shown(cells)))
+            parts.append(tag("details", tag("summary", escape(f"{name} ({len(cells.rows)})")), _html_table(cells)))
     return tag("section", *parts)
 
 
-def _chart(outcome: GroundOutcome, reference: str, metric: Metric) -> str:
+def _chart(outcome: EvalDatasetResult, reference: str, metric: Metric) -> str:
     """The difference of each config to the reference."""
-    found = [outcome.beside(config.name, reference, metric) for config in ranked(outcome) if config.name != reference]
+    found = [
+        outcome.paired_difference(config.name, reference, metric)
+        for config in rank_configs(outcome)
+        if config.name != reference
+    ]
     rows = [_interval_row(one) for one in found if one is not None]
-    drawn = interval_rows(f"{metric.name} less that of {reference}", rows)
-    better = "lower" if metric.better == "lower" else "higher"
+    drawn = interval_chart(f"{metric.name} less that of {reference}", rows)
+    better = "lower" if metric.better_direction == "lower" else "higher"
     return (
-        tag("figure", tag("figcaption", tag("b", text(metric.name)), f", {better} is better"), drawn) if drawn else ""
+        tag("figure", tag("figcaption", tag("b", escape(metric.name)), f", {better} is better"), drawn) if drawn else ""
     )
 
 
 def _interval_row(one: PairedDifference) -> IntervalRow:
-    interval = one.over_seeds
-    verdict = {one.first: "better", one.second: "worse", None: "open"}[one.better]
+    interval = one.seed_interval
+    verdict = {one.first: "better", one.second: "worse", None: "open"}[one.better_config]
     hover = (
-        f"{one.first} less {one.second}: {signed(interval.mean, DECIMALS)} {bounds(interval)}, p {one.p_holm:.2g} "
+        f"{one.first} less {one.second}: {format_difference(interval.mean, DECIMALS)} {format_bounds(interval)}, p "
+        f"{one.p_holm:.2g} "
         "adjusted"
     )
     return IntervalRow(
-        name=one.first, low=interval.low, middle=interval.mean, high=interval.high, class_=verdict, hover=hover
+        name=one.first, low=interval.low, estimate=interval.mean, high=interval.high, class_=verdict, tooltip=hover
     )
 
 
-def _shown(cells: CellTable) -> str:
-    rows = [[text(cell) for cell in row] for row in cells.rows]
-    return table([text(name) for name in cells.header], rows, set(range(cells.num_names, len(cells.header))), "narrow")
+def _html_table(cells: TextTable) -> str:
+    rows = [[escape(cell) for cell in row] for row in cells.rows]
+    return table(
+        [escape(name) for name in cells.header], rows, set(range(cells.num_name_columns, len(cells.header))), "narrow"
+    )

@@ -7,15 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 """Of all intervals."""
-_HALVINGS = 80
-_TERMS = 300
+_NUM_BISECTIONS = 80
+_MAX_TERMS = 300
 _TINY = 1e-300
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """A mean over seeds, and where it lies with a probability of LEVEL."""
 
     mean: float
@@ -27,14 +27,14 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside; of one comparison alone, see `holm` for many."""
+        """Whether 0 lies outside; of one comparison alone, see `holm_adjust` for many."""
         return self.low > 0 or self.high < 0
 
-    def negated(self) -> Interval:
+    def negated(self) -> ConfidenceInterval:
         """Of the values with the other sign."""
-        return Interval(-self.mean, -self.high, -self.low, self.p)
+        return ConfidenceInterval(-self.mean, -self.high, -self.low, self.p)
 
-    def is_clear_of(self, other: Interval) -> bool:
+    def is_disjoint_from(self, other: ConfidenceInterval) -> bool:
         """Whether the two have no value in common."""
         return self.low > other.high or self.high < other.low
 
@@ -43,30 +43,30 @@ class Interval:
         return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
 
 
-def t_interval(values: Sequence[float]) -> Interval:
+def t_interval(values: Sequence[float]) -> ConfidenceInterval:
     """Student's interval of the mean of one or more independent values, and the t-test that it is 0 (Student,
     Biometrika 6, 1908). Values that are all the same are known without doubt: the interval is their value, and p is 0,
     or 1 where that is 0."""
     mean, num = statistics.fmean(values), len(values)
     if num < 2:
-        return Interval(mean, -math.inf, math.inf, 1.0)
+        return ConfidenceInterval(mean, -math.inf, math.inf, 1.0)
     error = statistics.stdev(values) / math.sqrt(num)
     if error == 0:
-        return Interval(values[0], values[0], values[0], float(values[0] == 0))
-    half = t_quantile((1 + LEVEL) / 2, num - 1) * error
-    return Interval(mean, mean - half, mean + half, t_two_sided(mean / error, num - 1))
+        return ConfidenceInterval(values[0], values[0], values[0], float(values[0] == 0))
+    half = t_quantile((1 + CONFIDENCE_LEVEL) / 2, num - 1) * error
+    return ConfidenceInterval(mean, mean - half, mean + half, t_two_sided(mean / error, num - 1))
 
 
-def normal_interval(mean: float, error: float) -> Interval:
+def normal_interval(mean: float, error: float) -> ConfidenceInterval:
     """The interval of a mean whose standard error is known, as a bootstrap gives it; `error` 0 as in `t_interval`."""
     if error == 0:
-        return Interval(mean, mean, mean, float(mean == 0))
+        return ConfidenceInterval(mean, mean, mean, float(mean == 0))
     normal = statistics.NormalDist()
-    half = normal.inv_cdf((1 + LEVEL) / 2) * error
-    return Interval(mean, mean - half, mean + half, math.erfc(abs(mean) / error / math.sqrt(2)))
+    half = normal.inv_cdf((1 + CONFIDENCE_LEVEL) / 2) * error
+    return ConfidenceInterval(mean, mean - half, mean + half, math.erfc(abs(mean) / error / math.sqrt(2)))
 
 
-def holm(ps: Sequence[float]) -> list[float]:
+def holm_adjust(ps: Sequence[float]) -> list[float]:
     """The p of each comparison of a family, adjusted so that the chance of any false one among those below 0.05 is at
     most 0.05, however they depend on each other (Holm, Scandinavian Journal of Statistics 6, 1979)."""
     order = sorted(range(len(ps)), key=ps.__getitem__)
@@ -87,7 +87,7 @@ def t_quantile(share: float, freedom: int) -> float:
     low, high = 0.0, 1.0
     while 1 - t_two_sided(high, freedom) / 2 < share:
         high *= 2
-    for _ in range(_HALVINGS):
+    for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if 1 - t_two_sided(middle, freedom) / 2 < share else (low, middle)
     return high
@@ -102,7 +102,7 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
         return 1 - incomplete_beta(1 - x, b, a)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     value, above, below = 1.0, 1.0, 0.0
-    for term in range(_TERMS):
+    for term in range(_MAX_TERMS):
         half = term // 2
         if term == 0:
             numerator = 1.0

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from meseta.config.row_bits import RowBits
 
-_MOST_POINTS = 20_000
+_MAX_POINTS = 20_000
 """Best choices for the tables so far that are kept; where there are more, losses are rounded up to this many steps."""
-_BACK_OFF = 0.8
+_BACKOFF_FACTOR = 0.8
 """What a choice that loses too much may lose at most in the next round, of what it was thought to lose."""
 
 
@@ -41,17 +41,17 @@ def choose_widths(
     losses = {name: [0.0 if w.bits is None else max(w.ne_loss, least) for w in of] for name, of in widths.items()}
     allowed = budget
     while True:
-        places = _fewest_bytes([[w.num_bytes for w in of] for of in widths.values()], [*losses.values()], allowed)
+        places = _minimize_bytes([[w.num_bytes for w in of] for of in widths.values()], [*losses.values()], allowed)
         chosen = {name: of[place] for (name, of), place in zip(widths.items(), places, strict=True)}
         narrow = {name: width.bits for name, width in chosen.items() if width.bits is not None}
         together = measure(narrow) if narrow else 0.0
         if together <= budget:
             return chosen, together
         added = sum(losses[name][place] for name, place in zip(widths, places, strict=True))
-        allowed = added * min(_BACK_OFF, budget / together)
+        allowed = added * min(_BACKOFF_FACTOR, budget / together)
 
 
-def _fewest_bytes(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], allowed: float) -> list[int]:
+def _minimize_bytes(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], allowed: float) -> list[int]:
     """Which entry of each table to take, so that the sizes sum to the least while the losses sum to `allowed` at most.
 
     Table by table, of all sums of losses and sizes those are kept that no other one beats in both.
@@ -61,8 +61,8 @@ def _fewest_bytes(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[floa
     for of_sizes, of_losses in zip(sizes, losses, strict=True):
         all_losses = (loss[:, None] + np.asarray(of_losses)).ravel()
         all_sizes = (size[:, None] + np.asarray(of_sizes, np.float64)).ravel()
-        if len(all_losses) > _MOST_POINTS:
-            step = allowed / _MOST_POINTS
+        if len(all_losses) > _MAX_POINTS:
+            step = allowed / _MAX_POINTS
             all_losses = np.ceil(all_losses / step) * step
         order = np.lexsort((all_losses, all_sizes))  # by size, the smallest loss first among equals
         order = order[all_losses[order] <= allowed]

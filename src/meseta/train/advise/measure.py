@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from meseta.checkpoint.files.chain import blocks_of, read_chain
-from meseta.checkpoint.files.codes import decode, encode, row_bytes_of
+from meseta.checkpoint.files.chain import group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
-from meseta.checkpoint.loading import fill_piece
-from meseta.checkpoint.manifest import QUANTISED, read_manifest
-from meseta.config.row_bits import WIDTHS, BitsFile, RowBits, TableBits
+from meseta.checkpoint.files.quantization import decode_column, encode_column, estimate_row_bytes
+from meseta.checkpoint.loading import fill_shard
+from meseta.checkpoint.manifest import QUANTIZED, read_manifest
+from meseta.config.row_bits import ROW_BIT_WIDTHS, BitsFile, RowBits, TableBits
 from meseta.data.read.batch_reader import BatchReader
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
-from meseta.telemetry.splits import choosing_split
+from meseta.telemetry.splits import validation_split
 from meseta.train.advise.choice import MeasuredWidth, choose_widths
 from meseta.train.evaluate import evaluate
 from meseta.train.run_dir import RunDir
-from meseta.train.setup.source import source_of
-from meseta.train.trained import Trained, open_trained
+from meseta.train.setup.source import make_row_source
+from meseta.train.trained_model import TrainedModel, open_trained
 
 OnWidth = Callable[[str, RowBits, float | None], None]
 """Called with each width of each table, and what it loses; None: a wider one has lost more than the budget."""
@@ -39,7 +39,7 @@ OnWidth = Callable[[str, RowBits, float | None], None]
 class Advice:
     """Widths that are thought to stay within a budget."""
 
-    file: BitsFile
+    bits_file: BitsFile
     """To write."""
     ne_loss: float
     """By what part the normalised entropy rises, all tables together."""
@@ -64,13 +64,13 @@ def check_advice(budget: float, restores: int, out: Path) -> None:
 
 
 @contextmanager
-def advise_run(
+def open_advisor(
     run_dir: Path, restores: int, data: Path | None = None, storage_dir: Path | None = None
 ) -> Iterator[BitsAdvisor]:
     """An advisor of the checkpoint that stands for a run, on the split valid, or test where there is none. Raises
     MesetaError as `load_trained` does, and for a checkpoint whose rows are in codes already."""
     run = RunDir(run_dir)
-    split = choosing_split(source_of(run.load_config().data, data).dataset().splits)
+    split = validation_split(make_row_source(run.load_config().data, data).dataset().splits)
     with open_trained(run_dir, split, data, storage_dir=storage_dir) as trained:
         path = run.final_checkpoint()
         assert path is not None  # it was loaded
@@ -85,20 +85,20 @@ class BitsAdvisor:
     nobody moves keep their bits, and training corrects: there will be no more than this.
     """
 
-    def __init__(self, trained: Trained[BatchReader], path: Location, restores: int) -> None:
+    def __init__(self, trained: TrainedModel[BatchReader], path: Location, restores: int) -> None:
         self.split = trained.reader.split
         """That is measured on."""
-        self._trained = trained
+        self._trained_model = trained
         self._root = path
-        self._restores = restores
+        self._num_restores = restores
         manifest = read_manifest(path)
-        if QUANTISED in manifest:
+        if QUANTIZED in manifest:
             raise MesetaError(
                 f"checkpoint advise: {str(path)!r} has rows in codes itself; give a run that has ended, or whose last "
                 "checkpoint is exact"
             )
         self._tables: Mapping[str, Any] = manifest["tables"]
-        self._exact_ne = self._ne()
+        self._exact_ne = self._mean_ne()
 
     @property
     def tables(self) -> list[str]:
@@ -108,7 +108,7 @@ class BitsAdvisor:
     @property
     def num_widths(self) -> int:
         """The most that there is to measure."""
-        return len(self._tables) * len(WIDTHS)
+        return len(self._tables) * len(ROW_BIT_WIDTHS)
 
     def advise(self, budget: float, on_width: OnWidth) -> Advice:
         """Measure all tables, one at a time, then what the chosen widths lose together."""
@@ -121,9 +121,9 @@ class BitsAdvisor:
         }
         chosen, ne_loss = choose_widths(widths, budget, self.ne_loss)
         tables = {name: TableBits(bits=width.bits or "exact") for name, width in chosen.items()}
-        run = str(self._trained.config.run_dir)
+        run = str(self._trained_model.config.run_dir)
         return Advice(
-            file=BitsFile(tables=tables, run=run, split=self.split, restores=self._restores, ne_loss=ne_loss),
+            bits_file=BitsFile(tables=tables, run=run, split=self.split, restores=self._num_restores, ne_loss=ne_loss),
             ne_loss=ne_loss,
             num_bytes=sum(width.num_bytes for width in chosen.values()),
             exact_bytes=sum(of_table[0].num_bytes for of_table in widths.values()),
@@ -132,16 +132,16 @@ class BitsAdvisor:
     def ne_loss(self, bits: Mapping[str, RowBits]) -> float:
         """By what part the normalised entropy rises where these tables have so many bits, and the others are exact."""
         for name, width in bits.items():
-            self._fill(name, width)
-        loss = self._ne() / self._exact_ne - 1
+            self._fill_table(name, width)
+        loss = self._mean_ne() / self._exact_ne - 1
         for name in bits:
-            self._fill(name, None)
+            self._fill_table(name, None)
         return loss
 
     def _measure_table(self, name: str, budget: float, on_width: OnWidth) -> Iterator[MeasuredWidth]:
         """From the widest down, until one loses more than the budget."""
         loss = 0.0
-        for bits in WIDTHS:
+        for bits in ROW_BIT_WIDTHS:
             if loss <= budget:
                 loss = self.ne_loss({name: bits})
                 on_width(name, bits, loss)
@@ -149,10 +149,10 @@ class BitsAdvisor:
             else:
                 on_width(name, bits, None)
 
-    def _ne(self) -> float:
+    def _mean_ne(self) -> float:
         """The mean over labels."""
-        trained = self._trained
-        tasks = evaluate(trained.model, trained.reader, trained.world, shift=trained.shift).tasks
+        trained = self._trained_model
+        tasks = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).tasks
         ne = fmean(figures.ne for figures in tasks.values())
         if not (math.isfinite(ne) and ne > 0):
             raise MesetaError(
@@ -161,29 +161,29 @@ class BitsAdvisor:
             )
         return ne
 
-    def _fill(self, name: str, bits: RowBits | None) -> None:
+    def _fill_table(self, name: str, bits: RowBits | None) -> None:
         """Give the model the rows of a table as they were saved, or as they come back from so many bits."""
         schema = BlockSchema.from_dict(self._tables[name])
-        for files in blocks_of(self._tables[name]):
+        for files in group_files_by_block(self._tables[name]):
             rows = read_chain(self._root, schema, files)[ROW]
-            values = {ROW: rows if bits is None else self._moved(schema, rows, bits)}
-            for piece in self._trained.model.embeddings.shards:
+            values = {ROW: rows if bits is None else self._with_quantization_error(schema, rows, bits)}
+            for piece in self._trained_model.model.embeddings.shards:
                 if piece.spec.name == name:
-                    fill_piece(piece, schema, files[0]["first_row"], values)
+                    fill_shard(piece, schema, files[0]["first_row"], values)
 
-    def _moved(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
+    def _with_quantization_error(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
         """The rows with the errors of their codes, of all restores together."""
         column = schema.columns[0]
-        stored = encode(schema, column, rows, bits)
-        if stored.codes is None:
+        stored = encode_column(schema, column, rows, bits)
+        if stored.row_format is None:
             return rows
-        restored = decode(schema, column, stored.values, stored.codes)
-        if self._restores == 1:
+        restored = decode_column(schema, column, stored.values, stored.row_format)
+        if self._num_restores == 1:
             return restored
         dtype: torch.dtype = getattr(torch, column.dtype)
         exact, once = (from_stored(array, dtype).float() for array in (rows.copy(), restored))
-        return as_stored(torch.lerp(exact, once, math.sqrt(self._restores)).to(dtype)).numpy()
+        return as_stored(torch.lerp(exact, once, math.sqrt(self._num_restores)).to(dtype)).numpy()
 
     def _num_bytes(self, name: str, bits: RowBits | None) -> int:
         entry = self._tables[name]
-        return int(entry["num_embeddings"]) * row_bytes_of(BlockSchema.from_dict(entry), bits)
+        return int(entry["num_embeddings"]) * estimate_row_bytes(BlockSchema.from_dict(entry), bits)

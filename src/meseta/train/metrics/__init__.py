@@ -4,7 +4,7 @@ Everything takes logits, computes in float64 and depends on the set of samples a
 many ranks give the same bits, on one kind of processor.
 """
 
-from meseta.train.metrics.figures import (
+from meseta.train.metrics.binary_metrics import (
     NUM_RELIABILITY_BINS,
     Metrics,
     ReliabilityBin,
@@ -17,16 +17,16 @@ from meseta.train.metrics.figures import (
     pr_auc,
     reliability_curve,
 )
-from meseta.train.metrics.grouped import GroupedFigure, grouped_auc, grouped_ndcg
+from meseta.train.metrics.grouped import GroupedMetric, grouped_auc, grouped_ndcg
 from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
 from meseta.train.metrics.regret import regret
-from meseta.train.metrics.tasks import Segment, TaskWindows, segments_of, task_figures
+from meseta.train.metrics.tasks import Segment, TaskWindows, segment_metrics, task_metrics
 from meseta.train.metrics.window import MetricWindow
 
 __all__ = [
     "NUM_RELIABILITY_BINS",
     "BinnedAuc",
-    "GroupedFigure",
+    "GroupedMetric",
     "LifetimeMetrics",
     "LifetimeWindow",
     "MetricWindow",
@@ -46,6 +46,6 @@ __all__ = [
     "pr_auc",
     "regret",
     "reliability_curve",
-    "segments_of",
-    "task_figures",
+    "segment_metrics",
+    "task_metrics",
 ]

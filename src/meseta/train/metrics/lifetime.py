@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
-from meseta.train.metrics.figures import NUM_RELIABILITY_BINS, ReliabilityBin, base_rate_entropy
+from meseta.train.metrics.binary_metrics import NUM_RELIABILITY_BINS, ReliabilityBin, base_rate_entropy
 from meseta.train.metrics.samples import as_samples, losses_and_predictions
 
 NUM_BINS = 1 << 14
@@ -26,7 +26,7 @@ LOGIT_RANGE = 16.0
 _DIGIT_BITS = 24
 _NUM_DIGITS = 4
 _UNIT_BITS = 64
-_ONE = (1, 1 << 16)
+_DIGIT_OF_ONE = (1, 1 << 16)
 """The digit, and its value, that is 1."""
 
 # Losses have no bound, so their sum is one whole number of 2**-1200: every float64 is a multiple of that.
@@ -105,7 +105,7 @@ class LifetimeWindow:
         """
         batch = as_samples(logits, labels, weights)
         try:
-            samples = batch.counted()
+            samples = batch.validate()
         except MesetaError as error:
             self._problem = self._problem or str(error)
             return
@@ -121,7 +121,7 @@ class LifetimeWindow:
             given = np.full(len(samples), samples.scale)
         losses, predictions = losses_and_predictions(samples.logits, np.where(samples.labels == 1, -1.0, 1.0))
         if given is None:
-            digit, value = _ONE
+            digit, value = _DIGIT_OF_ONE
             self._weights[digit] += value * new_counts
         else:
             losses *= given
@@ -135,8 +135,8 @@ class LifetimeWindow:
         if self._problem:
             raise MesetaError(self._problem)
         used = self._counts.any(0)  # most bins are empty, and Python's numbers are slow
-        negative, positive = _whole(self._weights[:, :, used])
-        predictions = _whole(self._predictions[:, used])
+        negative, positive = _combine_digits(self._weights[:, :, used])
+        predictions = _combine_digits(self._predictions[:, used])
         weight, positive_weight = int((negative + positive).sum()), int(positive.sum())
         mean_loss = math.nan
         if weight:
@@ -150,7 +150,7 @@ class LifetimeWindow:
             ne=mean_loss / entropy if entropy > 0.0 else math.nan,
             auc=_auc(positive, negative),
             calibration=int(predictions.sum()) / positive_weight if positive_weight else math.nan,
-            reliability=_reliability(self._counts[:, used].sum(0), positive, negative + positive, predictions),
+            reliability=_reliability_bins(self._counts[:, used].sum(0), positive, negative + positive, predictions),
         )
 
     def reset(self) -> None:
@@ -198,7 +198,7 @@ class LifetimeWindow:
         self._problem = self._problem or np.asarray(state["problem"], np.uint8).tobytes().decode()
 
 
-def _reliability(
+def _reliability_bins(
     counts: NDArray[np.int64],
     positive: NDArray[np.object_],
     weight: NDArray[np.object_],
@@ -249,7 +249,7 @@ def _digits_by_bin(values: NDArray[np.float64], bins: NDArray[np.intp], num_bins
     return sums
 
 
-def _whole(digits: NDArray[np.int64]) -> NDArray[np.object_]:
+def _combine_digits(digits: NDArray[np.int64]) -> NDArray[np.object_]:
     """Sums of digits [4, ...] as Python's whole numbers of 2**-64 [...], which cannot overflow."""
     total = np.zeros(digits.shape[1:], object)
     for digit in digits.astype(object):

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.train.metrics.samples import WeighedSamples, losses_and_predictions
+from meseta.train.metrics.samples import WeightedSamples, losses_and_predictions
 
-_CHUNK = 1 << 15  # samples whose float64 temporaries stay in a core's cache
+_CHUNK_SAMPLES = 1 << 15  # samples whose float64 temporaries stay in a core's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class BinSums:
 
 
 @dataclass(frozen=True)
-class _Side:
+class _ClassSamples:
     """The samples of one class."""
 
     scores: NDArray[np.floating]
@@ -45,11 +45,11 @@ class _Side:
         """Of all; a whole number where all are 1."""
         return len(self) if self.weights is None else float(self._prefix[-1])
 
-    def first(self, counts: NDArray[np.intp]) -> NDArray[Any]:
+    def weight_of_first(self, counts: NDArray[np.intp]) -> NDArray[Any]:
         """Weight of the first `counts` samples, for each."""
         return counts if self.weights is None else self._prefix[counts]
 
-    def after(self, counts: NDArray[np.intp]) -> NDArray[Any]:
+    def weight_after(self, counts: NDArray[np.intp]) -> NDArray[Any]:
         """Weight of all but the first `counts` samples, for each; summed from the end, where nothing cancels."""
         return len(self) - counts if self.weights is None else self._suffix[counts]
 
@@ -63,40 +63,40 @@ class _Side:
         assert self.weights is not None
         return np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
 
-    def cut(self, edges: NDArray[np.floating]) -> list[_Side]:
+    def split(self, edges: NDArray[np.floating]) -> list[_ClassSamples]:
         """The samples between neighbouring `edges`; those equal to an edge lie above it."""
         places = [0, *np.searchsorted(self.scores, edges, "left"), len(self)]
         weights = self.weights
-        return [_Side(self.scores[a:b], None if weights is None else weights[a:b]) for a, b in pairwise(places)]
+        return [_ClassSamples(self.scores[a:b], None if weights is None else weights[a:b]) for a, b in pairwise(places)]
 
 
 class Ranking:
     """Samples sorted by class. Two plain sorts are three times faster than one argsort of all scores."""
 
-    def __init__(self, samples: WeighedSamples) -> None:
-        self.positives = _side(samples, 1)
-        self.negatives = _side(samples, 0)
+    def __init__(self, samples: WeightedSamples) -> None:
+        self.positives = _class_samples(samples, 1)
+        self.negatives = _class_samples(samples, 0)
         self.num_samples = len(samples)
 
     @cached_property
-    def _few_and_many(self) -> tuple[_Side, _Side]:
+    def _rarer_and_other(self) -> tuple[_ClassSamples, _ClassSamples]:
         pair = (self.positives, self.negatives)
         return pair if len(self.positives) <= len(self.negatives) else pair[::-1]
 
     @cached_property
     def _num_below(self) -> NDArray[np.intp]:
         """For each score of the rarer class, how many of the other class lie below it."""
-        few, many = self._few_and_many
+        few, many = self._rarer_and_other
         return np.searchsorted(many.scores, few.scores, "left")
 
     def auc(self) -> float:
         """Weight of the (positive, negative) pairs in the right order over that of all pairs, a pair weighing the
         product of its samples' weights and counting half when tied; nan where one class is missing."""
-        few, many = self._few_and_many
+        few, many = self._rarer_and_other
         if not len(few):
             return math.nan
         num_not_above = np.searchsorted(many.scores, few.scores, "right")
-        below, not_above = many.first(self._num_below), many.first(num_not_above)
+        below, not_above = many.weight_of_first(self._num_below), many.weight_of_first(num_not_above)
         twice_won: int | float
         if few.weights is None:
             twice_won = int(below.sum()) + int(not_above.sum())
@@ -113,10 +113,10 @@ class Ranking:
         positives, negatives = self.positives, self.negatives
         if not len(positives):
             return math.nan
-        few, _ = self._few_and_many
+        few, _ = self._rarer_and_other
         below = self._num_below if few is positives else np.searchsorted(negatives.scores, positives.scores, "left")
-        true_above = positives.after(np.searchsorted(positives.scores, positives.scores, "left"))
-        precision = true_above / (true_above + negatives.after(below))
+        true_above = positives.weight_after(np.searchsorted(positives.scores, positives.scores, "left"))
+        precision = true_above / (true_above + negatives.weight_after(below))
         if positives.weights is None:
             return float(precision.sum()) / len(positives)
         return min(float((positives.weights * precision).sum()) / positives.weight, 1.0)
@@ -126,12 +126,12 @@ class Ranking:
         if not self.num_samples:
             return []
         edges = self._values_at([k * self.num_samples // num_bins for k in range(1, num_bins)])
-        parts = zip(self.positives.cut(edges), self.negatives.cut(edges), strict=True)
-        return [_sums(positives, negatives) for positives, negatives in parts if len(positives) + len(negatives)]
+        parts = zip(self.positives.split(edges), self.negatives.split(edges), strict=True)
+        return [_bin_sums(positives, negatives) for positives, negatives in parts if len(positives) + len(negatives)]
 
     def _values_at(self, ranks: Sequence[int]) -> NDArray[np.floating]:
         """Distinct scores at `ranks` of the sorted union of both classes, without building the union."""
-        few, many = self._few_and_many
+        few, many = self._rarer_and_other
         places = np.arange(len(few)) + self._num_below
         found = []
         for rank in ranks:
@@ -141,24 +141,24 @@ class Ranking:
         return np.unique(np.asarray(found, dtype=many.scores.dtype))
 
 
-def _side(samples: WeighedSamples, label: int) -> _Side:
+def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
     chosen = samples.labels == label
     scores = samples.logits[chosen]
     if samples.weights is None:
-        return _Side(np.sort(scores), None)
+        return _ClassSamples(np.sort(scores), None)
     # Complex numbers are sorted by real part, then imaginary: four times faster than a lexsort of two columns.
     pairs = np.empty(len(scores), np.complex128)
     pairs.real, pairs.imag = scores, samples.weights[chosen]
     pairs.sort()
-    return _Side(pairs.real.astype(scores.dtype), pairs.imag.copy())
+    return _ClassSamples(pairs.real.astype(scores.dtype), pairs.imag.copy())
 
 
-def _sums(positives: _Side, negatives: _Side) -> BinSums:
+def _bin_sums(positives: _ClassSamples, negatives: _ClassSamples) -> BinSums:
     """Loss and prediction summed over one bin, in float64 and in the order given."""
     loss, prediction = 0.0, 0.0
     for part, sign in ((positives, -1.0), (negatives, 1.0)):
-        for start in range(0, len(part), _CHUNK):
-            chunk = slice(start, start + _CHUNK)
+        for start in range(0, len(part), _CHUNK_SAMPLES):
+            chunk = slice(start, start + _CHUNK_SAMPLES)
             losses, predictions = losses_and_predictions(part.scores[chunk], sign)
             if part.weights is not None:
                 losses *= part.weights[chunk]

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meseta.data.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT, is_weight
+from meseta.data.weights import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from meseta.spec import MesetaError
 
-LARGEST_LOGIT = 1e100
+MAX_LOGIT = 1e100
 """Logits are no larger in size, so that no weighted loss overflows; that of a float32 never is."""
-_BAD_LABEL = 2
+_INVALID_LABEL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeighedSamples:
+class WeightedSamples:
     """Columns of n samples, as they were given or, after `counted`, checked and without those of weight 0."""
 
     logits: NDArray[np.floating]
@@ -35,16 +35,16 @@ class WeighedSamples:
     def __len__(self) -> int:
         return len(self.logits)
 
-    def take(self, places: NDArray[np.bool_]) -> WeighedSamples:
+    def select(self, places: NDArray[np.bool_]) -> WeightedSamples:
         """The samples at which `places` [n] is true."""
-        return WeighedSamples(
+        return WeightedSamples(
             logits=self.logits[places],
             labels=self.labels[places],
             weights=None if self.weights is None else self.weights[places],
             groups=None if self.groups is None else self.groups[places],
         )
 
-    def counted(self) -> WeighedSamples:
+    def validate(self) -> WeightedSamples:
         """What figures are made of: float64 weights, none of them 0, and none at all where they are equal.
 
         A sample of weight 0 is padding and may hold anything. Raises MesetaError for a weight that is neither 0 nor
@@ -54,27 +54,27 @@ class WeighedSamples:
             _check_weights(self.weights)
         weights = None if self.weights is None else self.weights.astype(np.float64)
         counts = np.ones(len(self), np.bool_) if weights is None else weights > 0.0
-        self._check(counts)
-        kept = self if counts.all() else self.take(counts)
+        self._check_values(counts)
+        kept = self if counts.all() else self.select(counts)
         if weights is None:
             return kept
         weights = weights[counts]
         if len(weights) and weights.min() < weights.max():
-            return WeighedSamples(logits=kept.logits, labels=kept.labels, weights=weights, groups=kept.groups)
+            return WeightedSamples(logits=kept.logits, labels=kept.labels, weights=weights, groups=kept.groups)
         scale = float(weights[0]) if len(weights) else 1.0
-        return WeighedSamples(logits=kept.logits, labels=kept.labels, groups=kept.groups, scale=scale)
+        return WeightedSamples(logits=kept.logits, labels=kept.labels, groups=kept.groups, scale=scale)
 
-    def _check(self, counts: NDArray[np.bool_]) -> None:
+    def _check_values(self, counts: NDArray[np.bool_]) -> None:
         is_short = self.logits.dtype == np.float32
-        fits = np.isfinite(self.logits) if is_short else np.abs(self.logits) <= LARGEST_LOGIT  # false for nan
+        fits = np.isfinite(self.logits) if is_short else np.abs(self.logits) <= MAX_LOGIT  # false for nan
         wrong = counts & ~fits
         if wrong.any():
             bad = int(wrong.argmax())
             raise MesetaError(
-                f"metrics: prediction {bad} is {self.logits[bad]}, and must be finite, at most {LARGEST_LOGIT:g}; "
+                f"metrics: prediction {bad} is {self.logits[bad]}, and must be finite, at most {MAX_LOGIT:g}; "
                 "lower the learning rate, or look for broken values in the dense features"
             )
-        unknown = counts & (self.labels == _BAD_LABEL)
+        unknown = counts & (self.labels == _INVALID_LABEL)
         if unknown.any():
             bad = int(unknown.argmax())
             raise MesetaError(f"metrics: the label of sample {bad} is neither 0 nor 1; fix the label column")
@@ -82,16 +82,16 @@ class WeighedSamples:
 
 def as_samples(
     logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None, groups: ArrayLike | None = None
-) -> WeighedSamples:
+) -> WeightedSamples:
     """Columns [n] of anything array-like; float16 becomes float32, other numbers float64, keys int64.
 
     Raises MesetaError where shapes differ, a column holds no numbers, or keys are not whole ones. Values are checked by
     `Samples.counted`.
     """
     values, truth = as_scores(logits, labels)
-    return WeighedSamples(
+    return WeightedSamples(
         logits=values,
-        labels=np.where(truth == 1, np.uint8(1), np.where(truth == 0, np.uint8(0), np.uint8(_BAD_LABEL))),
+        labels=np.where(truth == 1, np.uint8(1), np.where(truth == 0, np.uint8(0), np.uint8(_INVALID_LABEL))),
         weights=as_weights(weights, len(values)),
         groups=as_keys(groups, len(values)),
     )
@@ -133,7 +133,7 @@ def as_keys(groups: ArrayLike | None, num_samples: int) -> NDArray[np.int64] | N
     return keys.astype(np.int64)
 
 
-def counted_weights(weights: NDArray[np.floating] | None, num_samples: int) -> NDArray[np.float64]:
+def validate_weights(weights: NDArray[np.floating] | None, num_samples: int) -> NDArray[np.float64]:
     """Weights [n] in float64, ones where there are none; raises MesetaError as `Samples.counted` does."""
     if weights is None:
         return np.ones(num_samples)
@@ -157,7 +157,7 @@ def logistic(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(logits >= 0.0, 1.0, decay) / (1.0 + decay)
 
 
-def concatenated(columns: Sequence[NDArray[np.generic]], empty: type[np.generic]) -> NDArray[np.generic]:
+def concatenate(columns: Sequence[NDArray[np.generic]], empty: type[np.generic]) -> NDArray[np.generic]:
     """Batches put together; of type `empty` where there are none."""
     return np.concatenate([np.empty(0, empty), *columns])
 
@@ -167,8 +167,8 @@ def _check_weights(weights: NDArray[np.floating]) -> None:
     if not fits.all():
         bad = int(fits.argmin())
         raise MesetaError(
-            f"metrics: the weight of sample {bad} is {weights[bad]}, and must be 0 or between {SMALLEST_WEIGHT:g} and "
-            f"{LARGEST_WEIGHT:g}; fix the weight column, or divide it by a constant, which changes no figure"
+            f"metrics: the weight of sample {bad} is {weights[bad]}, and must be 0 or between {MIN_WEIGHT:g} and "
+            f"{MAX_WEIGHT:g}; fix the weight column, or divide it by a constant, which changes no figure"
         )
 
 

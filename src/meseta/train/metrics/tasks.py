@@ -10,22 +10,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
-from meseta.train.metrics.figures import Metrics
+from meseta.train.metrics.binary_metrics import Metrics
 from meseta.train.metrics.lifetime import LifetimeWindow
 from meseta.train.metrics.window import MetricWindow
 
-Window = TypeVar("Window", MetricWindow, LifetimeWindow)
+WindowT = TypeVar("WindowT", MetricWindow, LifetimeWindow)
 
 
-class TaskWindows(Generic[Window]):
+class TaskWindows(Generic[WindowT]):
     """A window for each task of a model, filled from the same batches."""
 
-    def __init__(self, tasks: Sequence[str], kind: Callable[[], Window]) -> None:
+    def __init__(self, tasks: Sequence[str], kind: Callable[[], WindowT]) -> None:
         """Empty windows for `tasks`, the labels of the dataset; `kind` is MetricWindow or LifetimeWindow."""
         self.tasks = tuple(tasks)
-        self._windows: dict[str, Window] = {task: kind() for task in self.tasks}
+        self._windows: dict[str, WindowT] = {task: kind() for task in self.tasks}
 
-    def __getitem__(self, task: str) -> Window:
+    def __getitem__(self, task: str) -> WindowT:
         return self._windows[task]
 
     def add(
@@ -34,12 +34,12 @@ class TaskWindows(Generic[Window]):
         labels: ArrayLike,
         weights: ArrayLike | None = None,
         *columns: ArrayLike | None,
-        known: ArrayLike | None = None,
+        label_mask: ArrayLike | None = None,
     ) -> None:
         """Add a batch of logits and labels, [B] for one task or [B, T] for T, and the window's other columns [B].
 
-        A sample counts for a task if its label is `known`, of the shape of `labels`; None: all are known. It then has
-        weight 0, so that the samples of all tasks are the same.
+        A sample counts for a task if its label is `label_mask`, of the shape of `labels`; None: all are known. It then
+        has weight 0, so that the samples of all tasks are the same.
 
         Raises MesetaError where the shapes differ from each other or from the number of tasks.
         """
@@ -55,8 +55,8 @@ class TaskWindows(Generic[Window]):
         for place, task in enumerate(self.tasks):
             own = (scores, truth) if num_tasks == 1 else (scores[:, place], truth[:, place])
             own_weights = weights
-            if known is not None:
-                is_known = np.asarray(known).reshape(len(scores), -1)[:, place]
+            if label_mask is not None:
+                is_known = np.asarray(label_mask).reshape(len(scores), -1)[:, place]
                 given = np.ones(len(scores), np.float32) if weights is None else np.asarray(weights)
                 own_weights = np.where(is_known, given, given.dtype.type(0))
             self._windows[task].add(*own, own_weights, *columns)
@@ -77,9 +77,9 @@ class TaskWindows(Generic[Window]):
                 raise MesetaError(f"metrics: there is no window of task {task!r}; it was saved for {sorted(state)}")
             window.set_state(state[task])
 
-    def merged(self, states: Sequence[Mapping[str, Mapping[str, ArrayLike]]]) -> TaskWindows[Window]:
+    def merge(self, states: Sequence[Mapping[str, Mapping[str, ArrayLike]]]) -> TaskWindows[WindowT]:
         """Windows of the same tasks with the samples of several states, such as those of all ranks."""
-        together = TaskWindows[Window](self.tasks, type(self._windows[self.tasks[0]]))
+        together = TaskWindows[WindowT](self.tasks, type(self._windows[self.tasks[0]]))
         for task, window in self._windows.items():
             together._windows[task] = window.merge([state[task] for state in states])
         return together
@@ -96,10 +96,10 @@ class Segment:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the figures of the first task, and those of all where there are several."""
-        return {"value": self.value, **task_figures(self.metrics, ("reliability",))}
+        return {"value": self.value, **task_metrics(self.metrics, ("reliability",))}
 
 
-def segments_of(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max_segments: int) -> list[Segment]:
+def segment_metrics(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max_segments: int) -> list[Segment]:
     """Figures of the samples in `windows` by their keys [n], which come in the order of adding.
 
     The `max_segments` keys with most samples, first those with more, then those of smaller value; last all others
@@ -107,10 +107,10 @@ def segments_of(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max
     """
     values, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
     chosen = np.lexsort((values, -counts))[:max_segments]
-    return list(_segments(windows, which, chosen, values))
+    return list(_segment_metrics(windows, which, chosen, values))
 
 
-def _segments(
+def _segment_metrics(
     windows: TaskWindows[MetricWindow], which: NDArray[np.intp], chosen: NDArray[np.intp], values: NDArray[np.int64]
 ) -> Iterator[Segment]:
     state = windows.get_state()
@@ -118,12 +118,14 @@ def _segments(
     for place in chosen.tolist():
         samples = which == place
         rest &= ~samples
-        yield Segment(value=int(values[place]), metrics=_figures(state, samples))
+        yield Segment(value=int(values[place]), metrics=_compute_per_task(state, samples))
     if rest.any():
-        yield Segment(value=None, metrics=_figures(state, rest))
+        yield Segment(value=None, metrics=_compute_per_task(state, rest))
 
 
-def _figures(state: Mapping[str, Mapping[str, NDArray[Any]]], samples: NDArray[np.bool_]) -> dict[str, Metrics]:
+def _compute_per_task(
+    state: Mapping[str, Mapping[str, NDArray[Any]]], samples: NDArray[np.bool_]
+) -> dict[str, Metrics]:
     figures = {}
     for task, columns in state.items():
         window = MetricWindow()
@@ -132,7 +134,7 @@ def _figures(state: Mapping[str, Mapping[str, NDArray[Any]]], samples: NDArray[n
     return figures
 
 
-def task_figures(metrics: Mapping[str, Metrics], without: Sequence[str] = ()) -> dict[str, Any]:
+def task_metrics(metrics: Mapping[str, Metrics], without: Sequence[str] = ()) -> dict[str, Any]:
     """Plain data for JSON: the figures of the first task, and under "tasks" those of each where there are several."""
     figures = [{name: value for name, value in m.to_dict().items() if name not in without} for m in metrics.values()]
     return figures[0] | ({"tasks": dict(zip(metrics, figures, strict=True))} if len(figures) > 1 else {})

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
-from meseta.train.metrics.figures import Metrics, figures_of
-from meseta.train.metrics.samples import WeighedSamples, as_samples, concatenated
+from meseta.train.metrics.binary_metrics import Metrics, compute_all_metrics
+from meseta.train.metrics.samples import WeightedSamples, as_samples, concatenate
 
 
 class MetricWindow:
@@ -21,12 +21,12 @@ class MetricWindow:
     """
 
     def __init__(self) -> None:
-        self._parts: list[WeighedSamples] = []
+        self._batches: list[WeightedSamples] = []
 
     @property
     def num_samples(self) -> int:
         """Samples added, those of weight 0 included."""
-        return sum(len(part) for part in self._parts)
+        return sum(len(part) for part in self._batches)
 
     def add(
         self,
@@ -44,10 +44,10 @@ class MetricWindow:
         batch = as_samples(logits, labels, weights, groups)
         if not len(batch):
             return
-        if self._parts and (self._parts[0].groups is None) != (batch.groups is None):
+        if self._batches and (self._batches[0].groups is None) != (batch.groups is None):
             raise MesetaError("metrics: some batches of a window have groups and others have none; give groups to all")
-        self._parts.append(
-            WeighedSamples(
+        self._batches.append(
+            WeightedSamples(
                 logits=batch.logits.copy(),
                 labels=batch.labels,
                 weights=None if batch.weights is None else batch.weights.copy(),
@@ -62,26 +62,26 @@ class MetricWindow:
         Raises MesetaError for a logit that is not finite, a label not 0 or 1, a weight that is neither 0 nor between
         1e-9 and 1e9, and `ndcg_k` below 1.
         """
-        return figures_of(as_samples(**self.get_state()), ndcg_k)
+        return compute_all_metrics(as_samples(**self.get_state()), ndcg_k)
 
     def reset(self) -> None:
         """Forget all samples."""
-        self._parts = []
+        self._batches = []
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """{"logits": [n] float32 or float64, "labels": [n] uint8}, in the order of adding; with "weights" [n] float32
         or float64 where any were given, and "groups" [n] int64 where samples have them."""
-        parts = self._parts
+        parts = self._batches
         state: dict[str, NDArray[Any]] = {
-            "logits": concatenated([part.logits for part in parts], np.float32),
-            "labels": concatenated([part.labels for part in parts], np.uint8),
+            "logits": concatenate([part.logits for part in parts], np.float32),
+            "labels": concatenate([part.labels for part in parts], np.uint8),
         }
         if any(part.weights is not None for part in parts):
             ones = (np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts)
-            state["weights"] = concatenated(list(ones), np.float32)
+            state["weights"] = concatenate(list(ones), np.float32)
         keys = [part.groups for part in parts if part.groups is not None]
         if keys:
-            state["groups"] = concatenated(keys, np.int64)
+            state["groups"] = concatenate(keys, np.int64)
         return state
 
     def set_state(self, state: Mapping[str, ArrayLike]) -> None:

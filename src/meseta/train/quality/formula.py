@@ -13,7 +13,7 @@ from meseta.data.synth.worlds import find_world
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError
 
-BOUND = 2.5
+MAX_ABS_INPUT = 2.5
 """Standardised dense inputs are clipped to it, as the law clips them."""
 
 
@@ -79,7 +79,7 @@ class LearnedFormula(nn.Module):
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """Logits [B] of dense inputs [B, num_dense] and rows side by side [B, num_features * width]."""
-        x = dense.to(pooled.dtype).clamp(-BOUND, BOUND)
+        x = dense.to(pooled.dtype).clamp(-MAX_ABS_INPUT, MAX_ABS_INPUT)
         rows = pooled.reshape(len(pooled), self.num_features, self.width)
         crossed = torch.stack([x[:, a] * x[:, b] for a, b in DENSE_PRODUCTS], dim=1)
         dense_part = (x * (self.line + self.parabola * x)).sum(1) + (crossed * self.dense_products).sum(1)

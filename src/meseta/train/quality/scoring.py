@@ -11,31 +11,31 @@ from numpy.typing import NDArray
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.machine.files import write_whole
-from meseta.report.quality.outcome import SeedScore
+from meseta.machine.files import write_atomic
+from meseta.report.quality.suite_result import SeedScore
 from meseta.spec import MesetaError
 from meseta.telemetry.splits import TEST
 from meseta.train.evaluate import predict
 from meseta.train.metrics import compute_metrics, regret
 from meseta.train.quality.study import SuiteRun
-from meseta.train.quality.worlds import read_truth
-from meseta.train.setup.outline import make_outline
+from meseta.train.quality.worlds import read_true_probabilities
+from meseta.train.setup.meta_model import make_meta_model
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import dense_load
-from meseta.train.trained import open_trained
+from meseta.train.trained_model import open_trained
 
-SHARPEST = 1e-12
+MIN_TRUE_PROBABILITY = 1e-12
 """True probabilities are no nearer to 0 and 1, where a regret has no bound."""
 
 
-def score(run: SuiteRun) -> None:
+def score_run(run: SuiteRun) -> None:
     """Predict the test split once, with the weights that the run has ended with, and write what comes of it; then these
     weights go. Raises MesetaError for rows that are not those whose truth is known."""
     summary = run.trial.summary()
     with open_trained(run.trial.run_dir, TEST) as trained:
         parts = [
             (logits, batch.label.numpy(), None if batch.weight is None else batch.weight.numpy())
-            for logits, batch in predict(trained.model, trained.reader, trained.world, trained.shift)
+            for logits, batch in predict(trained.model, trained.reader, trained.world, trained.logit_shift)
         ]
         logits, labels = (np.concatenate([part[place] for part in parts]) for place in (0, 1))
         weights = np.concatenate([part[2] for part in parts]) if parts[0][2] is not None else None
@@ -47,8 +47,8 @@ def score(run: SuiteRun) -> None:
         figures = compute_metrics(logits, labels, weights)
         tables = trained.model.embeddings.tables
         found = SeedScore(
-            auc=_defined(figures.auc),
-            ne=_defined(figures.ne),
+            auc=_none_if_nan(figures.auc),
+            ne=_none_if_nan(figures.ne),
             regret=None if run.truth is None else _regret(run, logits, labels),
             num_dense_parameters=sum(own.numel() for own in trained.model.parameters()),
             num_table_parameters=sum(table.num_embeddings * table.embedding_dim for table in tables),
@@ -57,28 +57,28 @@ def score(run: SuiteRun) -> None:
         )
     if run.truth is None:
         np.savez(run.logits_file, logits=logits, labels=labels, weights=np.ones(1) if weights is None else weights)
-    write_whole(run.score_file, json.dumps(found.to_dict(), indent=1) + "\n")
-    run.forget_weights()
+    write_atomic(run.score_file, json.dumps(found.to_dict(), indent=1) + "\n")
+    run.delete_checkpoints()
 
 
 def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floating]) -> float:
     assert run.truth is not None
-    truth = read_truth(run.truth)
+    truth = read_true_probabilities(run.truth)
     if not np.array_equal(truth.labels, labels):
         raise MesetaError(
             f"quality: the test rows of {str(run.data)!r} are not those whose truth lies beside them; delete "
             f"{str(run.truth)!r}, and they are made again"
         )
-    return regret(logits, np.clip(truth.probabilities, SHARPEST, 1 - SHARPEST))
+    return regret(logits, np.clip(truth.probabilities, MIN_TRUE_PROBABILITY, 1 - MIN_TRUE_PROBABILITY))
 
 
 def _flops_per_sample(config: RunConfig, dataset: Dataset) -> float:
     """Of the dense part in a training step, as the planner counts them."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device="cpu")
-    return dense_load(config, make_outline(config, dataset, collection), len(dataset.dense)).flops_per_sample
+    return dense_load(config, make_meta_model(config, dataset, collection), len(dataset.dense)).flops_per_sample
 
 
-def _defined(value: float) -> float | None:
+def _none_if_nan(value: float) -> float | None:
     """JSON has no nan."""
     return None if math.isnan(value) else value

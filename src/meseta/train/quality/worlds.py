@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
-from meseta.errors import one_line
-from meseta.machine.files import whole_folder
+from meseta.errors import error_summary
+from meseta.machine.files import atomic_folder
 from meseta.spec import MesetaError
-from meseta.train.quality.suite import TENTHS, SuiteWorld
+from meseta.train.quality.suite import NUM_WORLD_FILES, SuiteWorld
 
-ROWS, TRUTH, BEST = "rows", "truth.npz", "best.json"
+ROWS_FOLDER, TRUTH_FILE, BEST_FILE = "rows", "truth.npz", "best.json"
 """In the folder of a world: the dataset, the truth of its test rows, and the figures that this truth has itself."""
 MIN_COUNT = 10
 """Times that an id comes in training to have a row of its own; the law lets rare ids matter little."""
 
 
 @dataclass(frozen=True)
-class Truth:
+class TrueProbabilities:
     """Of the rows of a test split, in their order."""
 
     labels: NDArray[Any]
@@ -37,16 +37,16 @@ class Truth:
 
 def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
     """Make the folder of a world of a seed, whole or not at all. Raises MesetaError where the system refuses."""
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         raw = folder / "raw"
         log = ClickLog(seed, world.scale, world.world, world.strength)
-        options = SynthOptions(out=raw, num_rows=world.rows, num_files=TENTHS, log=log, probabilities=True)
+        options = SynthOptions(out=raw, num_rows=world.rows, num_files=NUM_WORLD_FILES, log=log, probabilities=True)
         teacher = write_click_log(options)
         valid, test = options.file_names[-2:]
         prepare(
             PrepareOptions(
                 sources=[str(raw / "*.tsv")],
-                out=folder / ROWS,
+                out=folder / ROWS_FOLDER,
                 valid_files=[str(raw / valid)],
                 test_files=[str(raw / test)],
                 vocabulary=True,
@@ -54,21 +54,21 @@ def make_world(world: SuiteWorld, seed: int, out: Path) -> None:
             )
         )
         truth = pq.read_table(raw / f"{Path(test).stem}.probability.parquet")
-        np.savez(folder / TRUTH, labels=truth["label"].to_numpy(), probabilities=truth["probability"].to_numpy())
-        (folder / BEST).write_text(json.dumps(best_of(teacher["files"][test])))
+        np.savez(folder / TRUTH_FILE, labels=truth["label"].to_numpy(), probabilities=truth["probability"].to_numpy())
+        (folder / BEST_FILE).write_text(json.dumps(best_reachable_metrics(teacher["files"][test])))
         shutil.rmtree(raw)
 
 
-def best_of(figures: Mapping[str, float | None]) -> dict[str, float]:
+def best_reachable_metrics(figures: Mapping[str, float | None]) -> dict[str, float]:
     """What the true probabilities reach on the test rows, by figure."""
     reached = {name: value for name in ("auc", "ne") if (value := figures[name]) is not None}
     return {"regret": 0.0, **reached}
 
 
-def read_truth(folder: Path) -> Truth:
+def read_true_probabilities(folder: Path) -> TrueProbabilities:
     """Raises MesetaError where the folder of a world has none."""
-    found = read_arrays(folder / TRUTH, f"delete {str(folder)!r}, and it is made again")
-    return Truth(found["labels"], found["probabilities"])
+    found = read_arrays(folder / TRUTH_FILE, f"delete {str(folder)!r}, and it is made again")
+    return TrueProbabilities(found["labels"], found["probabilities"])
 
 
 def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:
@@ -77,4 +77,4 @@ def read_arrays(path: Path, way_out: str) -> dict[str, NDArray[Any]]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise MesetaError(f"quality: {str(path)!r} cannot be read ({one_line(error)}); {way_out}") from None
+        raise MesetaError(f"quality: {str(path)!r} cannot be read ({error_summary(error)}); {way_out}") from None

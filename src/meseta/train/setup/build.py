@@ -12,15 +12,15 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.data.read.options import ReaderOptions
-from meseta.data.read.served.reader import Run
+from meseta.data.read.served.reader import RunAttempt
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.machine.ranks import local_rank, note, num_local_ranks
-from meseta.optim.clip import DenseClip, OverParts
+from meseta.machine.ranks import local_rank, num_local_ranks, print_note
+from meseta.optim.clip import GradientClipper, SumOverRanks
 from meseta.optim.schedule import learning_rate_factor
-from meseta.spec import MesetaError, Plan, nearest
-from meseta.train.setup.outline import make_dense_part, make_outline
+from meseta.spec import MesetaError, Plan, suggest
+from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model
 from meseta.train.setup.planning import RunPlanner, check_clip
-from meseta.train.setup.source import source_of
+from meseta.train.setup.source import make_row_source
 from meseta.train.setup.specs import make_specs
 
 
@@ -43,7 +43,7 @@ def choose_device(config: RunConfig) -> torch.device:
             f"set --nproc {num_gpus}, or device=cpu"
         )
     if num_gpus:
-        note(
+        print_note(
             f"{num_ranks} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; --nproc {num_gpus} takes "
             "the GPUs"
         )
@@ -60,7 +60,7 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     `RunPlanner.plan` does, and where the run needs more memory than there is."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
-    outline = make_outline(config, dataset, collection)
+    outline = make_meta_model(config, dataset, collection)
     planner = RunPlanner(config, dataset, collection, outline, world)
     if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
         planner.check_memory(Plan(num_ranks=world.size, tables=()))
@@ -70,20 +70,20 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     return planner, plan
 
 
-def make_clip(config: RunConfig, world: World, over_parts: OverParts | None) -> DenseClip:
+def make_clip(config: RunConfig, world: World, over_parts: SumOverRanks | None) -> GradientClipper:
     """What limits the gradients of a run; `over_parts` adds over ranks, of dense parameters that are cut. Raises
     MesetaError, on all ranks, as `check_clip` does."""
     check_clip(config, world.size)
     dense, norm = config.dense, config.train.clip_norm
     if norm is None:
-        return DenseClip(value=dense.clip_value, norm=dense.clip_norm, over_parts=over_parts)
-    return DenseClip(value=dense.clip_value, norm=norm, with_rows=True)
+        return GradientClipper(value=dense.clip_value, norm=dense.clip_norm, sum_over_ranks=over_parts)
+    return GradientClipper(value=dense.clip_value, norm=norm, includes_rows=True)
 
 
 def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     """The model of a run on this rank's device, its tables as planned. Collective."""
     config, collection = planner.config, planner.collection
-    model = make_dense_part(config, planner.dataset, collection)
+    model = make_unsharded_model(config, planner.dataset, collection)
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
@@ -91,7 +91,9 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     return shard(model, plan, world=world, dense=config.dense.sharding, comm=comm, storage=storage)
 
 
-def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World, run: Run | None = None) -> BatchReader:
+def make_reader(
+    config: RunConfig, dataset: Dataset, split: str, world: World, run: RunAttempt | None = None
+) -> BatchReader:
     """This rank's slices of the batches of a split: training rows are shuffled, others come in the order of the
     files. `run` and errors: as `RowSource.reader`, collective as that."""
     train, data = config.train, config.data
@@ -106,14 +108,14 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World, r
         filter=data.filter,
         negative_keep=data.negative_keep if is_train else 1.0,
     )
-    return source_of(data).reader(dataset, split, options, world, run)
+    return make_row_source(data).reader(dataset, split, options, world, run)
 
 
-def count_steps(config: RunConfig, reader: BatchReader, num_done: int) -> int:
-    """Steps of the whole run, of which `num_done` are done and `reader` has the rest; the batch size may have changed
-    in between. Raises MesetaError where there is nothing to read, or less to do than is done."""
+def count_steps(config: RunConfig, reader: BatchReader, num_done_steps: int) -> int:
+    """Steps of the whole run, of which `num_done_steps` are done and `reader` has the rest; the batch size may have
+    changed in between. Raises MesetaError where there is nothing to read, or less to do than is done."""
     if reader.num_batches == 0:
-        left_out, num_rows = reader.left_out, reader.num_rows
+        left_out, num_rows = reader.excluded_rows, reader.num_rows
         why = (
             f"data.last_batch 'drop' leaves out all of its {num_rows} rows" if num_rows
             else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
@@ -121,11 +123,12 @@ def count_steps(config: RunConfig, reader: BatchReader, num_done: int) -> int:
         )  # fmt: skip
         raise MesetaError(f"dataset {str(reader.dataset.dir)!r} has no rows to train on: {why}")
     left = (config.train.epochs - reader.epoch_index - 1) * reader.num_batches
-    whole = num_done + left + reader.num_batches_left
+    whole = num_done_steps + left + reader.num_remaining_batches
     num_steps = min(whole, config.train.max_steps or whole)
-    if num_done > num_steps:
+    if num_done_steps > num_steps:
         raise MesetaError(
-            f"run_dir {str(config.run_dir)!r} is at step {num_done}, beyond the {max(num_steps, 0)} that the config "
+            f"run_dir {str(config.run_dir)!r} is at step {num_done_steps}, beyond the {max(num_steps, 0)} that the "
+            f"config "
             "asks for; raise train.epochs or train.max_steps, or choose another run_dir"
         )
     return num_steps
@@ -153,7 +156,7 @@ def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
         if name not in dataset.labels:
             raise MesetaError(
                 f"config: train.task_weights names {name!r}, but the labels of the data are "
-                f"{', '.join(map(repr, dataset.labels))}; {nearest(name, dataset.labels)}"
+                f"{', '.join(map(repr, dataset.labels))}; {suggest(name, dataset.labels)}"
             )
     weights = [given.get(name, 1.0) for name in dataset.labels]
     if not any(weights):

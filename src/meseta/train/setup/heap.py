@@ -12,18 +12,18 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable
 
-MMAP_BYTES = 32 << 20
+MMAP_THRESHOLD_BYTES = 32 << 20
 """Blocks from here on, for which the heap has no room, are the system's, and go back to it."""
-_ALIGNMENT = 64
-_HEAD, _UNIT, _LEAST = 8, 16, 32
+_BLOCK_ALIGNMENT_BYTES = 64
+_CHUNK_HEADER_BYTES, _CHUNK_ALIGNMENT_BYTES, _MIN_CHUNK_BYTES = 8, 16, 32
 """Bytes of a chunk beside its block, what its size is a multiple of, and its least size."""
-_KEPT_BYTES, _NUM_KEPT = 1040, 7
+_MAX_TCACHE_BYTES, _MAX_TCACHE_COUNT = 1040, 7
 """Chunks below are kept for requests of their size, so many of each."""
-NUM_ROUNDS = 3
+NUM_SIMULATED_STEPS = 3
 """Steps after which the heap grows little more."""
 
 
-class Heap:
+class HeapModel:
     """One heap, which never shrinks, and the blocks beside it."""
 
     def __init__(self) -> None:
@@ -33,50 +33,50 @@ class Heap:
         """(place, size) of chunks that are free, in order; none touches the next, or the end."""
         self._end = 0
         """Of what is used."""
-        self._grown = 0
+        self._max_end = 0
         """The furthest that the end ever was."""
-        self._beside = 0
-        self._taken: dict[int, tuple[int | None, int]] = {}
+        self._mmapped_bytes = 0
+        self._allocated: dict[int, tuple[int | None, int]] = {}
         """Of a block: where its chunk lies, None for beside the heap, and its size."""
-        self._kept: Counter[int] = Counter()
+        self._tcache_counts: Counter[int] = Counter()
 
-    def take(self, block: int, num_bytes: int) -> None:
+    def allocate(self, block: int, num_bytes: int) -> None:
         """Take a block, under a number of its own."""
-        size = -(-(num_bytes + _HEAD) // _UNIT) * _UNIT
-        wanted = size + _ALIGNMENT + _LEAST
+        size = -(-(num_bytes + _CHUNK_HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
+        wanted = size + _BLOCK_ALIGNMENT_BYTES + _MIN_CHUNK_BYTES
         fitting = [index for index, (_, free) in enumerate(self._free) if free >= wanted]
-        if not fitting and self._grown - self._end < wanted and wanted >= MMAP_BYTES:
-            self._beside += wanted
-            self._taken[block] = None, wanted
+        if not fitting and self._max_end - self._end < wanted and wanted >= MMAP_THRESHOLD_BYTES:
+            self._mmapped_bytes += wanted
+            self._allocated[block] = None, wanted
         else:
             if fitting:
                 place, free = self._free.pop(min(fitting, key=lambda index: self._free[index][1]))
             else:
                 place, free, self._end = self._end, wanted, self._end + wanted
-                self._grown = max(self._grown, self._end)
-            before = -(place + 2 * _HEAD) % _ALIGNMENT
-            before += _ALIGNMENT if 0 < before < _LEAST else 0
-            size = size if free - before - size >= _LEAST else free - before
-            self._taken[block] = place + before, size
-            self._give_end(place + before + size, free - before - size)
-            self._give_end(place, before)
-        self.peak = max(self.peak, self._grown + self._beside)
+                self._max_end = max(self._max_end, self._end)
+            before = -(place + 2 * _CHUNK_HEADER_BYTES) % _BLOCK_ALIGNMENT_BYTES
+            before += _BLOCK_ALIGNMENT_BYTES if 0 < before < _MIN_CHUNK_BYTES else 0
+            size = size if free - before - size >= _MIN_CHUNK_BYTES else free - before
+            self._allocated[block] = place + before, size
+            self._free_remainder(place + before + size, free - before - size)
+            self._free_remainder(place, before)
+        self.peak = max(self.peak, self._max_end + self._mmapped_bytes)
 
-    def give_back(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """Give a block back that was taken."""
-        place, size = self._taken.pop(block)
+        place, size = self._allocated.pop(block)
         if place is None:
-            self._beside -= size
+            self._mmapped_bytes -= size
         else:
-            self._join(place, size)
+            self._coalesce(place, size)
 
-    def _give_end(self, place: int, size: int) -> None:
-        if size and size < _KEPT_BYTES and self._kept[size] < _NUM_KEPT:
-            self._kept[size] += 1
+    def _free_remainder(self, place: int, size: int) -> None:
+        if size and size < _MAX_TCACHE_BYTES and self._tcache_counts[size] < _MAX_TCACHE_COUNT:
+            self._tcache_counts[size] += 1
         elif size:
-            self._join(place, size)
+            self._coalesce(place, size)
 
-    def _join(self, place: int, size: int) -> None:
+    def _coalesce(self, place: int, size: int) -> None:
         """Let a chunk be free, one with those beside it."""
         index = bisect(self._free, (place, size))
         if index < len(self._free) and place + size == self._free[index][0]:
@@ -93,16 +93,16 @@ class Heap:
 def heap_peak(entries: Iterable[tuple[int, int]]) -> int:
     """The most bytes that are held where training takes and gives back the same blocks in every step: (number of the
     block, bytes taken, or given back where they are negative), in order. What a step keeps is given back at its end."""
-    heap, steps = Heap(), [*entries]
-    for _ in range(NUM_ROUNDS):
+    heap, steps = HeapModel(), [*entries]
+    for _ in range(NUM_SIMULATED_STEPS):
         left: dict[int, None] = {}
         for block, num_bytes in steps:
             if num_bytes > 0:
-                heap.take(block, num_bytes)
+                heap.allocate(block, num_bytes)
                 left[block] = None
             elif block in left:
-                heap.give_back(block)
+                heap.free(block)
                 del left[block]
         for block in left:
-            heap.give_back(block)
+            heap.free(block)
     return heap.peak

@@ -14,23 +14,23 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.errors import one_line
-from meseta.machine.ranks import note
-from meseta.machine.system import System, read_limits, total_memory_bytes
+from meseta.errors import error_summary
+from meseta.machine.kernel import KernelFiles, read_cgroup_limits, total_memory_bytes
+from meseta.machine.ranks import print_note
 from meseta.measure.topology import gpu_kind
-from meseta.pipeline.overlap import ChosenOverlap, foresee_overlap
-from meseta.planner import Planned, documented_cost_model, find_plan, predict
+from meseta.pipeline.overlap import OverlapChoice, predict_overlap
+from meseta.planner import PlanResult, documented_cost_model, find_plan, predict
 from meseta.planner.cost.memory import RunBytes
-from meseta.planner.planning import choose_ways
-from meseta.planner.search.near_rows import share_near_rows
+from meseta.planner.planning import choose_exchange_algorithms
+from meseta.planner.search.cache_allocation import allocate_cache_rows
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
 from meseta.spec.tiers import HOST, StorageOptions, Tier
 from meseta.spec.transfer import step_transfers
-from meseta.telemetry.summary import Predicted
-from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, free_bytes, run_bytes
-from meseta.train.setup.outline import before_flops, make_outline
-from meseta.train.setup.source import source_of
+from meseta.telemetry.summary import PredictedStep
+from meseta.train.setup.memory import RunMemory, available_bytes, check_memory, dense_part_bytes, run_bytes
+from meseta.train.setup.meta_model import dense_only_flops, make_meta_model
+from meseta.train.setup.source import make_row_source
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
 
@@ -41,43 +41,51 @@ class RunPlanner:
     def __init__(
         self, config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, outline: nn.Module, world: World
     ) -> None:
-        """`outline` has the shapes of the model, as meseta.train.setup.outline makes it."""
-        self.config, self.dataset, self.collection, self.outline = config, dataset, collection, outline
+        """`outline` has the shapes of the model, as meseta.train.setup.meta_model makes it."""
+        self.config, self.dataset, self.collection, self.meta_model = config, dataset, collection, outline
         self._world = world
 
     @cached_property
     def workload(self) -> Workload:
         """Of its steps."""
-        return with_overlap(self._workload, self.overlap, self.outline, len(self.dataset.dense))
+        return with_overlap(self._workload_without_overlap, self.overlap, self.meta_model, len(self.dataset.dense))
 
     @cached_property
-    def overlap(self) -> ChosenOverlap:
+    def overlap(self) -> OverlapChoice:
         """What travels while it computes. Raises MesetaError, on all ranks, for an overlap that cannot be."""
         world = self._world
-        return run_overlap(self.config, self._workload, self.outline, world.size, copies=world.is_one_cpu_host)
+        return predict_run_overlap(
+            self.config,
+            self._workload_without_overlap,
+            self.meta_model,
+            world.size,
+            is_one_cpu_host=world.is_one_cpu_host,
+        )
 
     @cached_property
-    def _workload(self) -> Workload:
+    def _workload_without_overlap(self) -> Workload:
         """With nothing hidden."""
-        return make_workload(self.config, self.dataset, self.collection.tables, self.collection.features, self.outline)
+        return make_workload(
+            self.config, self.dataset, self.collection.tables, self.collection.features, self.meta_model
+        )
 
     @cached_property
     def run_bytes(self) -> RunBytes:
         """What it adds to the memory of its plan."""
         world = self._world
         sizes = world.size, world.ranks_per_host
-        return run_bytes(self.config, self.dataset, self.outline, *sizes, on_cpu=world.device.type == "cpu")
+        return run_bytes(self.config, self.dataset, self.meta_model, *sizes, on_cpu=world.device.type == "cpu")
 
     def memory(self, plan: Plan) -> RunMemory:
         """What its ranks hold under any plan for the hosts of `plan`."""
-        dense_bytes = dense_part_bytes(self.config, self.outline, plan.num_ranks, plan.per_host)
+        dense_bytes = dense_part_bytes(self.config, self.meta_model, plan.num_ranks, plan.ranks_per_host)
         run = replace(self.run_bytes, dense_bytes=dense_bytes)
         return RunMemory(workload=self.workload, run=run)
 
     def check_memory(self, plan: Plan) -> None:
         """Raise MesetaError, on all ranks, where they need more than there is under `plan`. Collective."""
         plan = replace(plan, devices_per_host=plan.devices_per_host or self._world.ranks_per_host)
-        check_memory(self.memory(plan), self.outline, self._world, plan)
+        check_memory(self.memory(plan), self.meta_model, self._world, plan)
 
     @cached_property
     def topology(self) -> Topology:
@@ -102,98 +110,111 @@ class RunPlanner:
         """
         given, tables = self.config.plan, self.collection.tables
         if isinstance(given, dict):
-            return self._with_near_rows(self._with_ways(Plan.from_dict(given, tables, self._world.size)))
+            return self._with_cache_rows(
+                self._with_exchange_algorithms(Plan.from_dict(given, tables, self._world.size))
+            )
         if given != "auto":
-            return self._with_near_rows(self._with_ways(Plan.load(given, tables, self._world.size)))
+            return self._with_cache_rows(self._with_exchange_algorithms(Plan.load(given, tables, self._world.size)))
         storage = self.config.storage.options
         if self._world.size == 1 and storage.dir is None:
             return self.collection.plan
-        (topology, without), path = room_of_run(self.topology, storage), self.config.planner.constraints
+        (topology, without), path = available_placement(self.topology, storage), self.config.planner.constraints
 
         def search() -> Plan:
             constraints = None if path is None else Constraints.load(path)
             found = find_plan(self.workload, topology, self.cost_model, constraints, self.run_bytes, without).plan
-            return found if self._world.size > 1 or found.lies_far else self.collection.plan
+            return found if self._world.size > 1 or found.has_offloaded_tables else self.collection.plan
 
-        return self._world.from_first(search)
+        return self._world.broadcast_from_rank_0(search)
 
-    def _with_near_rows(self, plan: Plan) -> Plan:
+    def _with_cache_rows(self, plan: Plan) -> Plan:
         """A plan that was made before, with near rows where it says nothing of them and they can be told. Collective.
 
-        What is shared out is `storage.near_bytes`, else what is advised, see `meseta.planner.search.near_rows`.
+        What is shared out is `storage.near_bytes`, else what is advised, see `meseta.planner.search.cache_allocation`.
         """
-        if not plan.lies_far:
+        if not plan.has_offloaded_tables:
             return plan
-        _, topology = self._on_hosts(plan)
+        _, topology = self._with_topology(plan)
         cost_model = self.cost_model or documented_cost_model(topology.device)
-        return self._world.from_first(
-            lambda: share_near_rows(plan, self.workload, topology, cost_model, self.run_bytes)
+        return self._world.broadcast_from_rank_0(
+            lambda: allocate_cache_rows(plan, self.workload, topology, cost_model, self.run_bytes)
         )
 
-    def _with_ways(self, plan: Plan) -> Plan:
+    def _with_exchange_algorithms(self, plan: Plan) -> Plan:
         """A plan that was made before, with the ways between hosts of this run. Collective."""
         per_host = plan.devices_per_host or self._world.ranks_per_host
         if not 1 < per_host < self._world.size:
             return plan
-        plan, topology = self._on_hosts(plan)
-        return self._world.from_first(lambda: choose_ways(plan, self.workload, topology, self.cost_model))
+        plan, topology = self._with_topology(plan)
+        return self._world.broadcast_from_rank_0(
+            lambda: choose_exchange_algorithms(plan, self.workload, topology, self.cost_model)
+        )
 
-    def _on_hosts(self, plan: Plan) -> tuple[Plan, Topology]:
+    def _with_topology(self, plan: Plan) -> tuple[Plan, Topology]:
         """A plan and its machines; one that is written by hand, as if these were other hosts. Collective."""
         topology = self.topology
         if plan.devices_per_host is None:
             plan = replace(plan, devices_per_host=topology.devices_per_host)
         elif plan.devices_per_host != topology.devices_per_host:
-            topology = replace(topology, num_hosts=plan.num_ranks // plan.per_host, devices_per_host=plan.per_host)
+            topology = replace(
+                topology, num_hosts=plan.num_ranks // plan.ranks_per_host, devices_per_host=plan.ranks_per_host
+            )
         return plan, topology
 
-    def predict(self, plan: Plan) -> Predicted:
+    def predict(self, plan: Plan) -> PredictedStep:
         """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
-        plan, topology = self._on_hosts(plan)
+        plan, topology = self._with_topology(plan)
         path = self.config.planner.cost_model
-        found = self._world.from_first(
+        found = self._world.broadcast_from_rank_0(
             lambda: predict(plan, self.workload, topology, self.cost_model, run=self.run_bytes)
         )
-        return Predicted(
+        return PredictedStep(
             step_s=found.step_s,
             seconds={name: values.tolist() for name, values in found.seconds.items()},
             constants=f"documented for {topology.device}" if path is None else f"of {path}",
             transfers_by_rank=found.transfers_by_rank,
             overlap=list(self.workload.overlap),
-            misses=dict(found.misses),
+            misses=dict(found.cache_misses),
         )
 
 
 def find_run_plan(
     config: RunConfig, topology: Topology, cost_model: CostModel | None, constraints: Constraints | None
-) -> Planned:
+) -> PlanResult:
     """The plan that the run of a config makes on these machines, before there is any run: `RunPlanner.plan`.
 
     Where a model of the user's own cannot be built here, its dense part is left out, which is said on the terminal.
     Raises MesetaError where the config does not fit its data, and as `find_plan` does.
     """
     check_clip(config, topology.num_ranks)
-    dataset = source_of(config.data).dataset().with_labels(config.data.labels)
+    dataset = make_row_source(config.data).dataset().with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     outline = None
     try:
-        outline = make_outline(config, dataset, collection)
+        outline = make_meta_model(config, dataset, collection)
     except Exception as error:
         if ":" not in config.model.name:
             raise
-        note(f"the dense part is left out, since model {config.model.name!r} cannot be built here: {one_line(error)}")
+        print_note(
+            f"the dense part is left out, since model {config.model.name!r} cannot be built here: "
+            f"{error_summary(error)}"
+        )
     workload = make_workload(config, dataset, tables, features, outline)
     run = None
     if outline is not None:
         copies = topology.is_one_cpu_host
-        overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
+        overlap = predict_run_overlap(config, workload, outline, topology.num_ranks, is_one_cpu_host=copies)
         workload = with_overlap(workload, overlap, outline, len(dataset.dense))
         sizes = topology.num_ranks, topology.devices_per_host
         run = run_bytes(config, dataset, outline, *sizes, on_cpu=topology.device == "cpu")
-    topology, without = room_of_run(topology, config.storage.options)
+    topology, without = available_placement(topology, config.storage.options)
     planned = find_plan(workload, topology, cost_model, constraints, run, without)
-    return planned if topology.num_ranks > 1 or planned.plan.lies_far else replace(planned, plan=collection.plan)
+    return (
+        planned
+        if topology.num_ranks > 1 or planned.plan.has_offloaded_tables
+        else replace(planned, plan=collection.plan)
+    )
 
 
 def check_clip(config: RunConfig, num_ranks: int) -> None:
@@ -205,23 +226,25 @@ def check_clip(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def run_overlap(
-    config: RunConfig, workload: Workload, outline: nn.Module, num_ranks: int, *, copies: bool
-) -> ChosenOverlap:
-    """What a run on so many ranks hides, of its workload with nothing hidden; see `foresee_overlap`."""
+def predict_run_overlap(
+    config: RunConfig, workload: Workload, outline: nn.Module, num_ranks: int, *, is_one_cpu_host: bool
+) -> OverlapChoice:
+    """What a run on so many ranks hides, of its workload with nothing hidden; see `predict_overlap`."""
     names = [transfer.name for transfer in step_transfers(workload, None, num_ranks, num_ranks)]
     asked, num_parts = config.pipeline.overlap, config.train.accumulate_steps
-    return foresee_overlap(asked, outline, num_ranks, num_parts, sums_dense="dense" in names, copies=copies)
+    return predict_overlap(
+        asked, outline, num_ranks, num_parts, has_dense_gradients="dense" in names, is_one_cpu_host=is_one_cpu_host
+    )
 
 
-def with_overlap(workload: Workload, overlap: ChosenOverlap, outline: nn.Module, num_dense: int) -> Workload:
+def with_overlap(workload: Workload, overlap: OverlapChoice, outline: nn.Module, num_dense: int) -> Workload:
     """The workload of a run that hides so much, and of what its model computes from dense inputs alone."""
-    of_dense = before_flops(outline, workload.batch_size, num_dense) / workload.batch_size
+    of_dense = dense_only_flops(outline, workload.batch_size, num_dense) / workload.batch_size
     dense = replace(workload.dense, before_flops_per_sample=of_dense)
     return replace(workload, dense=dense, overlap=overlap.hidden)
 
 
-def room_of_run(topology: Topology, storage: StorageOptions) -> tuple[Topology, tuple[Tier, ...]]:
+def available_placement(topology: Topology, storage: StorageOptions) -> tuple[Topology, tuple[Tier, ...]]:
     """(machines with what a run may place rows in, tiers that it cannot train from): a disk where a folder on it is
     named and ranks compute on CPUs; on GPUs rows lie near at least in part."""
     if topology.device == "cpu":
@@ -238,11 +261,11 @@ def run_topology(config: RunConfig, world: World) -> Topology:
     of other machines.
     """
     if config.planner.topology is None:
-        least, disk_bytes = min(world.gather_objects(_memory_bytes(world) or 0)), None
+        least, disk_bytes = min(world.all_gather_object(_total_memory_bytes(world) or 0)), None
         if config.storage.dir is not None and world.device.type == "cpu":
-            free = free_bytes(world.device)
+            free = available_bytes(world.device)
             free = least if free is None else free // world.ranks_per_host
-            found = world.gather_objects((free, _disk_bytes(config.storage.dir)))
+            found = world.all_gather_object((free, _free_disk_bytes(config.storage.dir)))
             least, disk_bytes = min(least, *(room for room, _ in found)), min(room for _, room in found)
         kind: DeviceKind = "cpu"
         if world.device.type == "cuda":
@@ -264,7 +287,7 @@ def run_topology(config: RunConfig, world: World) -> Topology:
     return topology
 
 
-def _disk_bytes(folder: Path) -> int:
+def _free_disk_bytes(folder: Path) -> int:
     """Free on the disk of a folder that is perhaps still to be made."""
     folder = folder.absolute()
     while not folder.exists():
@@ -272,10 +295,10 @@ def _disk_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _memory_bytes(world: World) -> int | None:
+def _total_memory_bytes(world: World) -> int | None:
     """Of this rank's device, or its share of the host's; None where the system does not tell."""
     if world.device.type == "cuda":
         return int(torch.cuda.get_device_properties(world.device).total_memory)
-    system = System()
-    total = total_memory_bytes(system, read_limits(system))
+    system = KernelFiles()
+    total = total_memory_bytes(system, read_cgroup_limits(system))
     return None if total is None else total // world.ranks_per_host

@@ -13,20 +13,20 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
 from meseta.errors import StorageError
-from meseta.machine.processors import this_processor
+from meseta.machine.processors import read_processor
 from meseta.spec import MesetaError
 from meseta.spec.tables import DenseDtype
 
-STATE = "dense_dtype"
+DENSE_DTYPE_KEY = "dense_dtype"
 """Where the state of a checkpoint keeps the type that its run has."""
-_FIRST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 """Of GPUs whose tensor cores multiply bfloat16."""
-_TRIED = (256, 512, 512)
+_PROBE_SHAPE = (256, 512, 512)
 """Rows, inputs and outputs of the layer that is timed."""
-_NUM_TRIED = 3
+_NUM_PROBES = 3
 
 
-def settle_dense_dtype(config: RunConfig, world: World) -> RunConfig:
+def resolve_dense_dtype(config: RunConfig, world: World) -> RunConfig:
     """The config with a type in place of 'auto': that of the checkpoint which the run goes on from; of a new run
     bfloat16 where every rank multiplies it. Collective.
 
@@ -34,44 +34,44 @@ def settle_dense_dtype(config: RunConfig, world: World) -> RunConfig:
     types, for a new run in bfloat16 that some rank's processor or GPU has no instructions for. dense.check_speed=false
     lets it begin; one that has begun goes on.
     """
-    has_begun, former = world.from_first(lambda: _former(config))
+    has_begun, former = world.broadcast_from_rank_0(lambda: _previous_dtype(config))
     dense = config.dense
     if dense.dtype == "bfloat16" and dense.check_speed and not has_begun:
-        world.raise_together(_refusal(world.device))
-    slow = world.gather_objects(why_slow(world.device))
-    wanted = former if former and dense.dtype == "auto" else dense_dtype(config, pays=not any(slow))
+        world.raise_on_all_ranks(_slow_bfloat16_error(world.device))
+    slow = world.all_gather_object(bfloat16_slow_reason(world.device))
+    wanted = former if former and dense.dtype == "auto" else dense_dtype(config, is_fast=not any(slow))
     return config.model_copy(update={"dense": dense.model_copy(update={"dtype": wanted})})
 
 
-def why_slow(device: torch.device) -> str | None:
+def bfloat16_slow_reason(device: torch.device) -> str | None:
     """Why bfloat16 is slower than float32 on this rank's device, None where it is faster."""
     if device.type != "cuda":
-        return this_processor().why_no_bfloat16()
+        return read_processor().bfloat16_unavailable_reason()
     capability = torch.cuda.get_device_capability(device)
-    if capability >= _FIRST_CAPABILITY:
+    if capability >= _MIN_CAPABILITY:
         return None
     name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
     return f"{name} has compute capability {version}, and bfloat16 needs 8.0"
 
 
-def note_bfloat16(config: RunConfig, world: World) -> str | None:
+def bfloat16_note(config: RunConfig, world: World) -> str | None:
     """A line for a run that computes in bfloat16 all the same where it does not pay, or where its bits follow the
     number of threads; None: nothing to say. The same on every rank. Collective."""
     if config.dense.dtype != "bfloat16":
         return None
-    why = why_slow(world.device) if config.dense.check_speed else None
+    why = bfloat16_slow_reason(world.device) if config.dense.check_speed else None
     text = None if why is None else f"the dense part computes in bfloat16, as it was trained, and slowly: {why}"
     if text is None and world.device.type == "cpu":
-        text = this_processor().why_threads_change_bits()
-    told = world.gather_objects(text)
+        text = read_processor().thread_dependence_reason()
+    told = world.all_gather_object(text)
     rank, text = next(((rank, text) for rank, text in enumerate(told) if text), (0, None))
     where = f"rank {rank}: " if world.size > 1 else ""
     return text and f"note: {where}{text}"
 
 
-def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
+def _previous_dtype(config: RunConfig) -> tuple[bool, DenseDtype | None]:
     """Whether the run goes on from a checkpoint, of run_dir or of its mirror, and the type that this one has."""
-    path = checkpoint.newest(config.checkpoints)
+    path = checkpoint.newest(config.checkpoint_location)
     try:
         if path is not None:
             state = read_manifest(path)["state"]
@@ -88,16 +88,16 @@ def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
         raise
     except MesetaError:  # told, with the way out, where the checkpoint is loaded
         return True, None
-    former = state.get(STATE)
+    former = state.get(DENSE_DTYPE_KEY)
     return True, former if former in ("float32", "bfloat16") else None
 
 
-def _refusal(device: torch.device) -> MesetaError | None:
-    why = why_slow(device)
+def _slow_bfloat16_error(device: torch.device) -> MesetaError | None:
+    why = bfloat16_slow_reason(device)
     if why is None:
         return None
-    rows, inputs, outputs = _TRIED
-    half_ms, float_ms = (1e3 * _product_s(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    rows, inputs, outputs = _PROBE_SHAPE
+    half_ms, float_ms = (1e3 * _linear_layer_s(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return MesetaError(
         f"dense.dtype 'bfloat16' is slow: {why}; a product of {rows} x {inputs} x {outputs} took {half_ms:.3g} ms, in "
         f"float32 {float_ms:.3g} ms; set dense.dtype to float32, or to auto, or dense.check_speed=false to train so "
@@ -105,13 +105,13 @@ def _refusal(device: torch.device) -> MesetaError | None:
     )
 
 
-def _product_s(device: torch.device, dtype: torch.dtype) -> float:
+def _linear_layer_s(device: torch.device, dtype: torch.dtype) -> float:
     """Median seconds of a layer. They are told, and decide nothing."""
-    rows, inputs, outputs = _TRIED
+    rows, inputs, outputs = _PROBE_SHAPE
     x = torch.ones(rows, inputs, device=device, dtype=dtype)
     weight = torch.ones(outputs, inputs, device=device, dtype=dtype)
     seconds = []
-    for _ in range(_NUM_TRIED):
+    for _ in range(_NUM_PROBES):
         start_s = time.perf_counter()
         torch.nn.functional.linear(x, weight)
         if device.type == "cuda":

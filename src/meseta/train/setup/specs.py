@@ -8,8 +8,8 @@ from meseta.config import RunConfig
 from meseta.config.embedding import RegularizationConfig
 from meseta.config.models import VectorModelConfig
 from meseta.data.dataset.dataset import Dataset
-from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
-from meseta.spec.optimizer import COUPLED
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, suggest
+from meseta.spec.optimizer import COUPLED_DECAY_OPTIMIZERS
 
 
 def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
@@ -18,25 +18,25 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
     for section, settings in (("embedding", config.embedding.tables), ("checkpoint", config.checkpoint.tables)):
         for name in settings:
             if name not in known:
-                way_out = nearest(name, known)
+                way_out = suggest(name, known)
                 raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")
     tables, features = [], []
     for column in dataset.sparse:
-        pooling = config.embedding.pooling_of(column.name)
+        pooling = config.embedding.table_pooling(column.name)
         if pooling == "none" and column.weighted:
             raise MesetaError(
                 f"config: embedding.tables.{column.name}.pooling is 'none', but its ids have weights, which multiply "
                 "rows while they are pooled; set it to sum or mean"
             )
-        optimizer = OptimizerSpec(**config.embedding.optimizer_of(column.name))
+        optimizer = OptimizerSpec(**config.embedding.table_optimizer(column.name))
         tables.append(
             TableSpec(
                 name=column.name,
                 num_embeddings=column.num_embeddings,
-                embedding_dim=_width(config, column.name),
+                embedding_dim=_table_width(config, column.name),
                 dtype=config.embedding.dtype,
-                init=InitSpec(**config.embedding.init_of(column.name)),
-                optimizer=_penalised(column.name, optimizer, config.embedding.regularization),
+                init=InitSpec(**config.embedding.table_init(column.name)),
+                optimizer=_with_penalties(column.name, optimizer, config.embedding.regularization),
             )
         )
         features.append(
@@ -51,9 +51,9 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
     return tables, features
 
 
-def _width(config: RunConfig, table: str) -> int:
+def _table_width(config: RunConfig, table: str) -> int:
     """Columns of a table; raises MesetaError for a width of its own where the model has no vectors."""
-    dim, model = config.embedding.embedding_dim_of(table), config.model
+    dim, model = config.embedding.table_embedding_dim(table), config.model
     if dim is not None and not isinstance(model, VectorModelConfig):
         raise MesetaError(
             f"config: embedding.tables.{table}.embedding_dim is {dim}, but model {model.name!r} has one weight of an "
@@ -62,16 +62,16 @@ def _width(config: RunConfig, table: str) -> int:
     return model.table_width(dim)
 
 
-def _penalised(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:
+def _with_penalties(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:
     """The optimizer of a table with the penalties of `embedding.regularization`; raises MesetaError where it cannot
     have them."""
     if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
         return spec
     where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"
-    if spec.is_own or spec.name not in COUPLED:
+    if spec.is_custom or spec.name not in COUPLED_DECAY_OPTIMIZERS:
         raise MesetaError(
             f"{where}: the penalties are added to the gradient, and this optimizer has decay of its own; set its own "
-            f"constants (weight_decay; ftrl: l1, l2), or take one of {', '.join(COUPLED)}"
+            f"constants (weight_decay; ftrl: l1, l2), or take one of {', '.join(COUPLED_DECAY_OPTIMIZERS)}"
         )
     if spec.weight_decay or spec.l1 or spec.stepped_rows != "touched":
         raise MesetaError(

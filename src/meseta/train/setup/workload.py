@@ -54,12 +54,12 @@ def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
 
 def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLoad:
     """Operations and bytes of everything that is not a table, of a model's outline, as
-    meseta.train.setup.outline makes it."""
-    from meseta.train.setup.outline import answers_bytes, step_bytes, step_flops
+    meseta.train.setup.meta_model makes it."""
+    from meseta.train.setup.meta_model import pooled_embedding_bytes, step_flops, step_peak_bytes
 
     parameters = [own for own in outline.parameters() if own.requires_grad]
     batch_size = config.train.batch_size
-    moving = step_bytes(outline, batch_size, num_dense) - 2 * answers_bytes(outline, batch_size)
+    moving = step_peak_bytes(outline, batch_size, num_dense) - 2 * pooled_embedding_bytes(outline, batch_size)
     return DenseLoad(
         flops_per_sample=step_flops(outline, batch_size, num_dense) / batch_size,
         parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
@@ -70,27 +70,30 @@ def dense_load(config: RunConfig, outline: nn.Module, num_dense: int) -> DenseLo
 
 def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> DenseExchange:
     """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
-    from meseta.comm.dense_shards import cut_modules
-    from meseta.models.base import GLOBAL, term_names
-    from meseta.models.global_layers import BatchNorm
+    from meseta.comm.dense_shards import sharded_modules
+    from meseta.models.base import GLOBAL_LOSS_HOOKS, loss_term_names
+    from meseta.models.global_layers import SyncBatchNorm
     from meseta.train.saving import NUM_FLAGS
 
     parameters = [own for own in model.parameters() if own.requires_grad]
-    number_bytes, of_all = max((own.element_size() for own in parameters), default=4), term_names(model, *GLOBAL)
-    units = cut_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
+    number_bytes, of_all = (
+        max((own.element_size() for own in parameters), default=4),
+        loss_term_names(model, *GLOBAL_LOSS_HOOKS),
+    )
+    units = sharded_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
     shapes = tuple(tuple(tuple(p.shape) for p in unit.parameters() if p.dim()) for _, unit in units)
     cut = {id(p) for _, unit in units for p in unit.parameters() if p.dim()}
     norms_of_lamb = 2 * sum(map(len, shapes)) if config.dense.optimizer.name == "lamb" else 0
     return DenseExchange(
         num_tensors=len(parameters),
-        number_bytes=number_bytes,
-        num_filling=sum(-own.numel() % COLUMN_BLOCK for own in parameters if id(own) not in cut),
-        norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
-        cut_shapes=shapes,
-        num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
-        num_flags=NUM_FLAGS + len(term_names(model)) + len(of_all),
+        element_bytes=number_bytes,
+        num_padding_elements=sum(-own.numel() % COLUMN_BLOCK for own in parameters if id(own) not in cut),
+        batch_norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, SyncBatchNorm)),
+        sharded_shapes=shapes,
+        num_gradient_norms=norms_of_lamb + (config.dense.clip_norm is not None),
+        num_flags=NUM_FLAGS + len(loss_term_names(model)) + len(of_all),
         # Logits, labels, a weight, or one for each task, and a mark.
         logit_bytes=(2 * len(dataset.labels) + max(dataset.num_masked_tasks, 1) + 1) * number_bytes if of_all else 0,
         num_masked_tasks=dataset.num_masked_tasks,
-        num_parts=config.train.accumulate_steps,
+        num_micro_batches=config.train.accumulate_steps,
     )

@@ -17,24 +17,24 @@ from typing import Any, Literal
 
 import yaml
 
-from meseta.config import RunConfig, check_document, read_document
+from meseta.config import RunConfig, read_config_document, validate_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.encoding import Encoding, difference, other_rows
-from meseta.machine.files import is_there, parse_json, plain_data, read_if_there, write_whole
-from meseta.machine.own_code import say_own
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference
+from meseta.machine.files import parse_json, path_exists, read_if_exists, to_json_types, write_atomic
+from meseta.machine.user_code import log_user_code
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
-from meseta.telemetry.figures import RISING
-from meseta.telemetry.splits import TEST, VALID, choosing_split
+from meseta.telemetry.metrics import HIGHER_IS_BETTER
+from meseta.telemetry.splits import TEST, VALID, validation_split
 from meseta.telemetry.summary import RunSummary, read_summary
-from meseta.train.setup.source import source_of
+from meseta.train.setup.source import make_row_source
 
-FORMAT = "meseta.sweep/1"
+_FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
 """Figures that trials can be ranked by."""
-DRAWS = ("uniform", "loguniform", "randint")
-_DRAW = re.compile(rf"({'|'.join(DRAWS)})\(([^,()]+),([^,()]+)\)")
-MOST_COMPARED = 8
+DISTRIBUTIONS = ("uniform", "loguniform", "randint")
+_DISTRIBUTION_PATTERN = re.compile(rf"({'|'.join(DISTRIBUTIONS)})\(([^,()]+),([^,()]+)\)")
+MAX_COMPARED = 8
 """Trials that the page compares, the best ones."""
 
 
@@ -44,7 +44,7 @@ class Choices:
 
     values: tuple[Any, ...]
 
-    def draw(self, source: random.Random) -> Any:
+    def sample(self, source: random.Random) -> Any:
         """One of them, all alike."""
         return self.values[source.randrange(len(self.values))]
 
@@ -58,7 +58,7 @@ class Range:
     low: float
     high: float
 
-    def draw(self, source: random.Random) -> Any:
+    def sample(self, source: random.Random) -> Any:
         """A number of six digits at most, so that a table can show all of it."""
         if self.kind == "randint":
             return source.randint(int(self.low), int(self.high))
@@ -67,7 +67,7 @@ class Range:
         return float(f"{source.uniform(self.low, self.high):.6g}")
 
 
-Space = Mapping[str, Choices | Range]
+SearchSpace = Mapping[str, Choices | Range]
 
 
 def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], list[str]]:
@@ -100,9 +100,9 @@ def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
     Raises MesetaError for a list without values and for bounds that are none.
     """
     key, equals, text = (part.strip() for part in setting.partition("="))
-    drawn = _DRAW.fullmatch(text)
+    drawn = _DISTRIBUTION_PATTERN.fullmatch(text)
     if equals and drawn:
-        return key, _range(setting, *drawn.groups())
+        return key, _parse_range(setting, *drawn.groups())
     if not equals or not text.startswith("["):
         return key, None
     try:
@@ -115,7 +115,7 @@ def parse_setting(setting: str) -> tuple[str, Choices | Range | None]:
     return key, Choices(tuple(values))
 
 
-def _range(setting: str, kind: str, low: str, high: str) -> Range:
+def _parse_range(setting: str, kind: str, low: str, high: str) -> Range:
     try:
         bounds = Range(kind, float(low), float(high))
     except ValueError:
@@ -129,7 +129,7 @@ def _range(setting: str, kind: str, low: str, high: str) -> Range:
     return bounds
 
 
-def grid(space: Space) -> list[dict[str, Any]]:
+def grid_settings(space: SearchSpace) -> list[dict[str, Any]]:
     """Every combination, the last key changing fastest. Raises MesetaError for a range, which has no end of values."""
     values = []
     for key, entry in space.items():
@@ -139,10 +139,10 @@ def grid(space: Space) -> list[dict[str, Any]]:
     return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*values)]
 
 
-def draws(space: Space, num_trials: int, seed: int) -> list[dict[str, Any]]:
+def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict[str, Any]]:
     """Trials by chance; trial n is a function of (seed, n, key) alone, so that more trials extend fewer."""
     return [
-        {key: entry.draw(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
+        {key: entry.sample(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
         for number in range(num_trials)
     ]
 
@@ -170,7 +170,7 @@ class Trial:
     def summary(self) -> RunSummary | None:
         """What summary.json says; None while the run is not finished."""
         summary = read_summary(self.run_dir)
-        return summary if summary is not None and summary.splits else None
+        return summary if summary is not None and summary.evaluated_splits else None
 
 
 @dataclass(frozen=True)
@@ -188,36 +188,36 @@ class Sweep:
 
 
 def open_sweep(
-    out: Path, config: Path, fixed: Sequence[str], settings: Sequence[Mapping[str, Any]], *, may_grow: bool
+    out: Path, config: Path, fixed: Sequence[str], settings: Sequence[Mapping[str, Any]], *, allow_growth: bool
 ) -> Sweep:
     """Make the folder of a sweep, or take it up again; nothing is made where a trial's config is wrong.
 
-    `may_grow`: a folder of fewer or more trials is the same sweep as long as the first ones agree. Raises MesetaError
-    for a config that is not valid, naming the trial, and for a folder of another sweep.
+    `allow_growth`: a folder of fewer or more trials is the same sweep as long as the first ones agree. Raises
+    MesetaError for a config that is not valid, naming the trial, and for a folder of another sweep.
     """
-    document = read_document(config, fixed)
+    document = read_config_document(config, fixed)
     document.pop("run_dir", None)
     common = out / "config.yaml"
     trials = tuple(Trial(n, own, out / f"trial-{n:03d}") for n, own in enumerate(settings))
     own_code: dict[str, str] = {}
     for trial in trials:
         try:
-            chosen = check_document(read_document(config, [*fixed, *trial.overrides]), config)
-            _check_data(trial, chosen)
+            chosen = validate_document(read_config_document(config, [*fixed, *trial.overrides]), config)
+            _check_same_data(trial, chosen)
             for key in ("dir", "mirror"):
                 if getattr(chosen.checkpoint, key) is not None:
                     raise MesetaError(f"checkpoint.{key}: all trials would write there; leave it out")
-            own_code |= own_code_of(chosen)
+            own_code |= find_custom_code(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
-    record = {"format": FORMAT, "config": plain_data(document)}
+    record = {"format": _FORMAT, "config": to_json_types(document)}
     own = [dict(trial.settings) for trial in trials]
-    before = _read(out)
+    before = _read_sweep(out)
     if before is not None:
-        known = min(len(own), len(before["trials"])) if may_grow else max(len(own), len(before["trials"]))
+        known = min(len(own), len(before["trials"])) if allow_growth else max(len(own), len(before["trials"]))
         for name, same in (
             ("config", before.get("config") == record["config"]),
-            ("trials", before["trials"][:known] == plain_data(own)[:known]),
+            ("trials", before["trials"][:known] == to_json_types(own)[:known]),
         ):
             if not same:
                 raise MesetaError(
@@ -228,14 +228,14 @@ def open_sweep(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MesetaError(f"sweep: {str(out)!r} cannot be made: {error.strerror}; choose another --out") from None
-    write_whole(common, yaml.safe_dump(document, sort_keys=False))
-    write_whole(out / "sweep.json", json.dumps({**record, "trials": own}, indent=1) + "\n")
+    write_atomic(common, yaml.safe_dump(document, sort_keys=False))
+    write_atomic(out / "sweep.json", json.dumps({**record, "trials": own}, indent=1) + "\n")
     for path, what in own_code.items():
-        say_own(what, path.partition(":")[0])
+        log_user_code(what, path.partition(":")[0])
     return Sweep(out=out, config=common, trials=trials)
 
 
-def own_code_of(config: RunConfig) -> dict[str, str]:
+def find_custom_code(config: RunConfig) -> dict[str, str]:
     """Import paths of a config -> the words in which they are told."""
     embedding = config.embedding
     optimizers = [embedding.optimizer, *(table.optimizer for table in embedding.tables.values())]
@@ -245,16 +245,18 @@ def own_code_of(config: RunConfig) -> dict[str, str]:
     return {path: what for path, what in found.items() if ":" in path}
 
 
-def _check_data(trial: Trial, config: RunConfig) -> None:
+def _check_same_data(trial: Trial, config: RunConfig) -> None:
     """Raise MesetaError where a finished trial was trained on other data than those that lie there now."""
     if trial.summary() is None:
         return
     try:
         before = Dataset.load(trial.run_dir)
-        now = source_of(config.data).dataset().with_labels(config.data.labels)
+        now = make_row_source(config.data).dataset().with_labels(config.data.labels)
     except MesetaError:
         return  # a finished sweep is shown without its data too
-    differs = difference(Encoding.of(before), Encoding.of(now)) or other_rows(before, now)
+    differs = encoding_difference(
+        DatasetEncoding.from_dataset(before), DatasetEncoding.from_dataset(now)
+    ) or row_difference(before, now)
     if differs is not None:
         raise MesetaError(
             f"it was trained on other data than those of {str(now.dir)!r}: {differs}; choose another --out, or "
@@ -262,20 +264,20 @@ def _check_data(trial: Trial, config: RunConfig) -> None:
         )
 
 
-def _read(out: Path) -> dict[str, Any] | None:
+def _read_sweep(out: Path) -> dict[str, Any] | None:
     """What a sweep left in its folder."""
     file = out / "sweep.json"
-    if not is_there(file):
+    if not path_exists(file):
         return None
-    content = read_if_there(file)
+    content = read_if_exists(file)
     with suppress(ValueError, TypeError, KeyError):
         document = parse_json(content or b"")
-        if document["format"] == FORMAT and isinstance(document["trials"], list):
+        if document["format"] == _FORMAT and isinstance(document["trials"], list):
             return dict(document)
     raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
 
 
-_FIGURES = ("ne", "auc", "logloss")
+_SHOWN_METRICS = ("ne", "auc", "logloss")
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def metric_column(metric: str, split: str | None = None) -> TrialColumn:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """A trial and what became of it."""
 
     trial: Trial
@@ -308,50 +310,50 @@ class Result:
     @property
     def split(self) -> str:
         """The one that the trial is ranked by."""
-        return choosing_split(self.summary.splits if self.summary else ())
+        return validation_split(self.summary.evaluated_splits if self.summary else ())
 
-    def figure(self, name: str, split: str | None = None) -> float | None:
+    def metric(self, name: str, split: str | None = None) -> float | None:
         """A metric at the end, of the split that the trial is ranked by, or of another; None where it has none."""
         line = self.summary and self.summary.evaluation(split or self.split)
-        return line.figure(name) if line else None
+        return line.metric(name) if line else None
 
     def cells(self) -> dict[TrialColumn, Any]:
         """What tables show, by column; None for what is not there."""
         return {
             TrialColumn("trial", "text"): self.trial.run_dir.name,
             **{TrialColumn(key): value for key, value in self.trial.settings.items()},
-            **{metric_column(name): self.figure(name) for name in _FIGURES},
+            **{metric_column(name): self.metric(name) for name in _SHOWN_METRICS},
             TrialColumn("steps"): self.summary and self.summary.num_steps,
             TrialColumn("samples_per_s", "speed"): self.summary and self.summary.samples_per_s,
             PROBLEM: self.problem,
         }
 
 
-def rank(results: Sequence[Result], metric: str) -> list[Result]:
+def rank_trials(results: Sequence[TrialResult], metric: str) -> list[TrialResult]:
     """The best first; trials without the figure come last, in their order."""
-    sign = -1.0 if metric in RISING else 1.0
+    sign = -1.0 if metric in HIGHER_IS_BETTER else 1.0
 
-    def key(result: Result) -> tuple[bool, float, int]:
-        value = result.figure(metric)
+    def key(result: TrialResult) -> tuple[bool, float, int]:
+        value = result.metric(metric)
         missing = value is None or math.isnan(value)
         return missing, 0.0 if value is None or missing else sign * value, result.trial.number
 
     return sorted(results, key=key)
 
 
-def rows(ranked: Sequence[Result]) -> list[dict[TrialColumn, Any]]:
+def table_rows(ranked: Sequence[TrialResult]) -> list[dict[TrialColumn, Any]]:
     """The lines of a table, by column; where trials are ranked by valid, with the test figures of the first alone."""
     lines = []
     for place, result in enumerate(ranked, start=1):
         line = {TrialColumn("rank"): place, **result.cells()}
         if any(other.split == VALID for other in ranked):
-            figures = {name: result.figure(name, TEST) if place == 1 else None for name in _FIGURES}
+            figures = {name: result.metric(name, TEST) if place == 1 else None for name in _SHOWN_METRICS}
             line |= {metric_column(name, TEST): figure for name, figure in figures.items()}
         lines.append(line)
     return lines
 
 
-def shown(column: TrialColumn, value: Any) -> str:
+def format_cell(column: TrialColumn, value: Any) -> str:
     """A cell as people read it."""
     if value is None:
         return ""
@@ -360,21 +362,21 @@ def shown(column: TrialColumn, value: Any) -> str:
     return f"{value:,.0f}" if column.kind == "speed" else str(value)
 
 
-def write_tables(sweep: Sweep, ranked: Sequence[Result]) -> None:
+def write_tables(sweep: Sweep, ranked: Sequence[TrialResult]) -> None:
     """sweep.csv with all digits and sweep.md for people, the best trial first, each whole or not at all."""
-    cells = rows(ranked)
+    cells = table_rows(ranked)
     names = [column.name for column in cells[0]]
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(names)
     writer.writerows(row.values() for row in cells)
-    write_whole(sweep.out / "sweep.csv", table.getvalue())
+    write_atomic(sweep.out / "sweep.csv", table.getvalue())
     lines = [names, ["---"] * len(names)]
-    lines += [[shown(column, value).replace("|", "\\|") for column, value in row.items()] for row in cells]
-    write_whole(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    lines += [[format_cell(column, value).replace("|", "\\|") for column, value in row.items()] for row in cells]
+    write_atomic(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
-def write_page(sweep: Sweep, ranked: Sequence[Result]) -> Path | None:
+def write_page(sweep: Sweep, ranked: Sequence[TrialResult]) -> Path | None:
     """comparison.html: the best finished trials side by side; None where none is finished."""
     from meseta.report.comparison import compare_runs
     from meseta.report.comparison_page import write_comparison
@@ -382,4 +384,4 @@ def write_page(sweep: Sweep, ranked: Sequence[Result]) -> Path | None:
     finished = [result.trial.run_dir for result in ranked if result.summary is not None]
     if not finished:
         return None
-    return write_comparison(compare_runs(finished[:MOST_COMPARED]), sweep.out / "comparison.html")
+    return write_comparison(compare_runs(finished[:MAX_COMPARED]), sweep.out / "comparison.html")

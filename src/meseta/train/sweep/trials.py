@@ -8,65 +8,65 @@ import sys
 from pathlib import Path
 
 from meseta.comm import World
-from meseta.config import RunConfig, check_document
+from meseta.config import RunConfig, validate_document
 from meseta.data.dataset.dataset import Dataset
-from meseta.machine.files import parse_json, read_if_there
-from meseta.telemetry.lines import EvalLine
-from meseta.train.run_dir import TRIALS, RunDir
+from meseta.machine.files import parse_json, read_if_exists
+from meseta.telemetry.metrics_file import EvalLine
+from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
 
-RATES = (0.005, 0.015, 0.05, 0.15)
+CANDIDATE_RATES = (0.005, 0.015, 0.05, 0.15)
 """Of row-wise Adagrad, whose first step on a row is about as long as the rate: small for ids that say little, large for
 ids that come a few times and say much."""
-TRIAL_ROWS = 1_000_000
+MAX_TRIAL_ROWS = 1_000_000
 """Samples of a trial, at most: of a small log, until its valid figure gains nothing once; of a large one, a part."""
 
-_ENDED = "evaluation.json"
+_RESULT_FILE = "evaluation.json"
 """In the folder of a trial that has ended: the evaluation that counts."""
 
 
-def settle_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
+def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
     """`config` with the rate of the tables that the run in run_dir was begun with, else with the one of RATES that is
     the best in trials, by the AUC of the valid split. Collective.
 
     Trials that have ended are not made again. Where no trial has an AUC, the rate stays.
     """
-    begun = world.from_first(lambda: _rate_of_run(config.run_dir))
+    begun = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
     if begun is not None:
         return _with_rate(config, begun)
-    figures = {rate: _try(config, dataset, rate, world) for rate in RATES}
+    figures = {rate: _run_trial(config, dataset, rate, world) for rate in CANDIDATE_RATES}
     tried = {rate: auc for rate, auc in figures.items() if auc is not None}
     best = max(tried, key=lambda rate: tried[rate]) if tried else config.embedding.optimizer.lr
     if world.rank == 0:
         told = ", ".join(f"{rate:g}: {auc:.4f}" for rate, auc in tried.items()) or "undefined"
         print(f"rates of the tables by the valid AUC of a trial: {told}; embedding.optimizer.lr={best:g}")
-    world.on_first(lambda: shutil.rmtree(config.run_dir / TRIALS, ignore_errors=True))
+    world.run_on_rank_0(lambda: shutil.rmtree(config.run_dir / TRIALS_FOLDER, ignore_errors=True))
     return _with_rate(config, best)
 
 
-def _rate_of_run(run_dir: Path) -> float | None:
+def _load_table_rate(run_dir: Path) -> float | None:
     """That of a run that has begun; None where there is none."""
     run = RunDir(run_dir)
     return run.load_config().embedding.optimizer.lr if run.has_begun else None
 
 
-def _try(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
+def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
     """The valid AUC of a trial at a rate, and no weights saved: of the best, where the config ends so."""
-    trial = RunDir(config.run_dir / TRIALS / f"rate-{rate:g}")
-    evaluation = world.from_first(lambda: _ended(trial))
+    trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
+    evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
     if evaluation is None:
         if world.rank == 0:
             print(f"trial: embedding.optimizer.lr={rate:g}", file=sys.stderr, flush=True)
         trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
-        evaluation = trainer.measure(best=config.train.finish == "best")
+        evaluation = trainer.run_trial(best=config.train.finish == "best")
         line = evaluation
-        world.on_first(lambda: trial.write_json(_ENDED, line.to_dict()))
+        world.run_on_rank_0(lambda: trial.write_json(_RESULT_FILE, line.to_dict()))
     return evaluation.auc
 
 
-def _ended(trial: RunDir) -> EvalLine | None:
+def _load_result(trial: RunDir) -> EvalLine | None:
     """What a trial has found; None where it has not ended. Raises StorageError if reading failed."""
-    content = read_if_there(trial.path / _ENDED)
+    content = read_if_exists(trial.path / _RESULT_FILE)
     try:
         return None if content is None else EvalLine.model_validate(parse_json(content))
     except ValueError:
@@ -74,16 +74,20 @@ def _ended(trial: RunDir) -> EvalLine | None:
 
 
 def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:
-    epochs = TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
+    epochs = MAX_TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
     document = _with_rate(config, rate).model_dump(mode="json")
     # All trials need the same memory.
-    document |= {"run_dir": str(run_dir), "checkpoint": None, "check_memory": config.check_memory and rate == RATES[0]}
+    document |= {
+        "run_dir": str(run_dir),
+        "checkpoint": None,
+        "check_memory": config.check_memory and rate == CANDIDATE_RATES[0],
+    }
     document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "tensorboard": False}
     if config.train.early_stopping.patience is not None:
         document["train"]["early_stopping"]["patience"] = 1
     if epochs < 1:
-        document["train"]["max_steps"] = math.ceil(TRIAL_ROWS / config.train.batch_size)
-    return check_document(document)
+        document["train"]["max_steps"] = math.ceil(MAX_TRIAL_ROWS / config.train.batch_size)
+    return validate_document(document)
 
 
 def _with_rate(config: RunConfig, rate: float) -> RunConfig:

@@ -12,33 +12,33 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.spec import Communication, MesetaError, Plan, ShardingType, TableSpec
 from meseta.storage import ROW
+from meseta.train.dataset_checks import open_dataset
 from meseta.train.setup.build import choose_device
 from meseta.train.setup.specs import make_specs
-from meseta.train.trained_on import open_dataset
 from meseta.train.verify.rules import (
     Mismatch,
-    Rule,
-    broken,
-    largest_difference,
-    longest_bags,
-    rule_of,
-    rule_of_loss,
+    ToleranceRule,
+    find_violations,
+    loss_rule,
+    max_bag_sizes,
+    max_difference,
+    table_rule,
 )
-from meseta.train.verify.steps import PHASES, PLAN_FILE, StepResult, record_path, run_steps, slice_sizes
+from meseta.train.verify.steps import PHASES, PLAN_FILE, RecordedStep, record_path, run_steps, slice_sizes
 
 
 @dataclass
-class TableResult:
+class TableComparison:
     """What was seen of one table in one phase."""
 
-    rule: Rule = field(default_factory=lambda: Rule("bits"))
+    rule: ToleranceRule = field(default_factory=lambda: ToleranceRule("bits"))
     """For its rows after the last step."""
-    rows: float = 0.0
+    max_row_difference: float = 0.0
     """Largest absolute difference of its rows."""
-    states: float = 0.0
+    max_state_difference: float = 0.0
     """Of its optimizer state."""
 
 
@@ -50,11 +50,11 @@ class Verification:
     """Of the sharded run."""
     comm: Communication
     """How its ranks write what they send."""
-    tables: dict[str, dict[str, TableResult]]
+    tables: dict[str, dict[str, TableComparison]]
     """By phase, then by table."""
     losses: list[tuple[float, float]] = field(default_factory=list)
     """Sharded and unsharded, step by step."""
-    first: Mismatch | None = None
+    first_mismatch: Mismatch | None = None
     """The first value beyond the contract, in the order of phases, steps, tables and rows; None: all is as promised."""
 
     @property
@@ -72,7 +72,7 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     """
     dataset = open_dataset(config, World.single())
     read_by_ranks = Dataset.load(folder)
-    (folder / FILE_NAME).unlink()  # like the steps' records, which go as they are compared
+    (folder / DATASET_FILE).unlink()  # like the steps' records, which go as they are compared
     if read_by_ranks.to_dict() != dataset.to_dict():
         raise MesetaError(
             f"verify: dataset {str(dataset.dir)!r} is another one than the ranks have just read; run it again, and let "
@@ -83,21 +83,21 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     (folder / PLAN_FILE).unlink()
     comm = config.comm.communication
     result = Verification(
-        plan=plan, comm=comm, tables={phase: {t.name: TableResult() for t in tables} for phase in PHASES}
+        plan=plan, comm=comm, tables={phase: {t.name: TableComparison() for t in tables} for phase in PHASES}
     )
     alone = config.model_copy(update={"plan": "auto"})
     at_home = [entry.table for entry in plan.tables if entry.sharding is ShardingType.DATA_PARALLEL]
     world = World.single(choose_device(config))
     for phase in PHASES:
-        comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
+        comparison = _PhaseComparison(phase, tables, {f.name: f.table for f in features}, folder, result)
         for own in run_steps(alone, world, phase, num_steps, num_ranks, at_home):
-            comparison.step(own)
-        comparison.strays(num_steps)
+            comparison.compare_step(own)
+        comparison.compare_untouched_rows(num_steps)
         del own, comparison  # the model of this phase, before the next makes its own
     return result
 
 
-class _Phase:
+class _PhaseComparison:
     """Compares one phase, step by step."""
 
     def __init__(
@@ -108,16 +108,16 @@ class _Phase:
         self.features = features
         self.folder = folder
         self.result = result
-        self.longest = dict.fromkeys(self.tables, 0)
-        self.first: tuple[int, ...] | None = None
+        self.max_bag_sizes = dict.fromkeys(self.tables, 0)
+        self.first_position: tuple[int, ...] | None = None
         self.is_exact_share = True
 
-    def step(self, own: StepResult) -> None:
+    def compare_step(self, own: RecordedStep) -> None:
         """Hold what the ranks wrote of a step against what this process has after it."""
         num_ranks = self.result.plan.num_ranks
         lengths = {name: own.batch[name].lengths for name in self.features}
-        for name, longest in longest_bags(lengths, self.features).items():
-            self.longest[name] = max(self.longest[name], longest)
+        for name, longest in max_bag_sizes(lengths, self.features).items():
+            self.max_bag_sizes[name] = max(self.max_bag_sizes[name], longest)
         sizes = slice_sizes(own.batch.batch_size, num_ranks)
         self.is_exact_share &= all(_is_power_of_two(size / own.batch.batch_size) for size in sizes if size)
         records = [self._load(own.number, rank) for rank in range(num_ranks)]
@@ -127,14 +127,14 @@ class _Phase:
             self._compare_lookups(own, records)
         shards = {shard.spec.name: shard for shard in own.shards}
         for name, table in self.tables.items():
-            rows, shard = own.touched[name], shards[name]
-            expected = {name: _matrix(value) for name, value in shard.take(rows).items()}
+            rows, shard = own.touched_rows[name], shards[name]
+            expected = {name: _as_matrix(value) for name, value in shard.gather(rows).items()}
             seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
-            for rank, piece in _pieces(records, name):
+            for rank, piece in _table_shards(records, name):
                 at = torch.searchsorted(rows, piece["rows"])
                 seen[at, slice(*piece["columns"])] = True
                 self._compare_piece(own.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
-            self._missing(own.number, name, rows, seen, expected[ROW])
+            self._check_coverage(own.number, name, rows, seen, expected[ROW])
 
     def _load(self, step: int, rank: int) -> Any:
         path = record_path(self.folder, self.phase, step, rank)
@@ -142,15 +142,15 @@ class _Phase:
         path.unlink()
         return document
 
-    def _rule(self, table: TableSpec, step: int, of: str) -> Rule:
-        return rule_of(
+    def _rule(self, table: TableSpec, step: int, of: str) -> ToleranceRule:
+        return table_rule(
             table,
             self.result.plan,
             phase=self.phase,
             step=step,
-            longest_bag=self.longest[table.name],
+            max_bag_size=self.max_bag_sizes[table.name],
             is_exact_share=self.is_exact_share,
-            of=of,
+            value_kind=of,
             comm=self.result.comm,
         )
 
@@ -160,28 +160,28 @@ class _Phase:
         """Rows and states of one shard."""
         seen = self.result.tables[self.phase][table.name]
         for name, value in piece["values"].items():
-            got, columns = _matrix(value), slice(*piece["columns"])
+            got, columns = _as_matrix(value), slice(*piece["columns"])
             wanted = expected[name]
             is_row = name == "row"
             first_column = piece["columns"][0] if value.dim() == 2 else 0
             wanted = (wanted[:, columns] if value.dim() == 2 else wanted).contiguous()
             rule = self._rule(table, step, "row" if is_row else "state")
-            largest, difference = largest_difference(got, wanted)
+            largest, difference = max_difference(got, wanted)
             if is_row:
-                seen.rows, seen.rule = max(seen.rows, largest), rule
+                seen.max_row_difference, seen.rule = max(seen.max_row_difference, largest), rule
             else:
-                seen.states = max(seen.states, largest)
+                seen.max_state_difference = max(seen.max_state_difference, largest)
             what = "row" if is_row else f"state {name!r} of row"
-            wrong = broken(rule, got, wanted, difference, is_state=not is_row)
+            wrong = find_violations(rule, got, wanted, difference, is_state=not is_row)
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 number = int(piece["rows"][row])
-                self._note(
+                self._keep_first(
                     Mismatch(
                         phase=self.phase,
                         step=step,
                         table=table.name,
-                        what=f"{what} {number:,}, column {first_column + column},",
+                        description=f"{what} {number:,}, column {first_column + column},",
                         row=number,
                         column=first_column + column,
                         rank=rank,
@@ -190,7 +190,7 @@ class _Phase:
                     )
                 )
 
-    def _compare_lookups(self, own: StepResult, records: list[Any]) -> None:
+    def _compare_lookups(self, own: RecordedStep, records: list[Any]) -> None:
         """What each rank got for its samples, feature by feature."""
         assert own.pooled is not None
         first = 0
@@ -202,16 +202,16 @@ class _Phase:
                 columns = slice(column, column + table.embedding_dim)
                 a, b = got[:, columns].contiguous(), wanted[:, columns].contiguous()
                 rule = self._rule(table, own.number, "lookup")
-                wrong = broken(rule, a, b, largest_difference(a, b)[1], is_state=False)
+                wrong = find_violations(rule, a, b, max_difference(a, b)[1], is_state=False)
                 column = columns.stop
                 if wrong.any():
                     sample, at = wrong.nonzero()[0].tolist()
-                    self._note(
+                    self._keep_first(
                         Mismatch(
                             phase=self.phase,
                             step=own.number,
                             table=name,
-                            what=f"what feature {feature!r} of sample {first + sample:,} reads, column {at},",
+                            description=f"what feature {feature!r} of sample {first + sample:,} reads, column {at},",
                             row=first + sample,
                             column=at,
                             rank=rank,
@@ -224,51 +224,53 @@ class _Phase:
 
     def _compare_losses(self, step: int, got: float, wanted: float) -> None:
         self.result.losses.append((got, wanted))
-        rule = rule_of_loss(list(self.tables.values()), self.result.plan, step, self.result.comm)
+        rule = loss_rule(list(self.tables.values()), self.result.plan, step, self.result.comm)
         a, b = (torch.tensor([value], dtype=torch.float64) for value in (got, wanted))
-        if broken(rule, a, b, largest_difference(a, b)[1], is_state=False).any():
-            self._note(
+        if find_violations(rule, a, b, max_difference(a, b)[1], is_state=False).any():
+            self._keep_first(
                 Mismatch(
-                    phase=self.phase, step=step, table=None, what="the loss", row=0, column=0, rank=0,
+                    phase=self.phase, step=step, table=None, description="the loss", row=0, column=0, rank=0,
                     values=(got, wanted), rule=rule,
                 )
             )  # fmt: skip
 
-    def _missing(self, step: int, table: str, rows: Tensor, seen: Tensor, expected: Tensor) -> None:
+    def _check_coverage(self, step: int, table: str, rows: Tensor, seen: Tensor, expected: Tensor) -> None:
         """Rows that no rank holds."""
         if not seen.all():
             row, column = (~seen).nonzero()[0].tolist()
-            self._note(
+            self._keep_first(
                 Mismatch(
                     phase=self.phase, step=step, table=table, row=int(rows[row]), column=column, rank=0,
-                    what=f"row {int(rows[row]):,}, column {column}, lies on no rank: it",
-                    values=(torch.nan, float(expected[row, column])), rule=Rule("bits"),
+                    description=f"row {int(rows[row]):,}, column {column}, lies on no rank: it",
+                    values=(torch.nan, float(expected[row, column])), rule=ToleranceRule("bits"),
                 )
             )  # fmt: skip
 
-    def strays(self, num_steps: int) -> None:
+    def compare_untouched_rows(self, num_steps: int) -> None:
         """Rows that moved on a rank though no batch read them."""
         for rank in range(self.result.plan.num_ranks):
             for table, name, row, column, now, before in self._load(0, rank):
                 what = "row" if name == "row" else f"state {name!r} of row"
-                self._note(
+                self._keep_first(
                     Mismatch(
                         phase=self.phase, step=num_steps, table=table, row=row, column=column, rank=rank,
-                        what=f"{what} {row:,}, column {column}, which no batch read,", values=(now, before),
-                        rule=Rule("bits"),
+                        description=f"{what} {row:,}, column {column}, which no batch read,", values=(now, before),
+                        rule=ToleranceRule("bits"),
                     )
                 )  # fmt: skip
 
-    def _note(self, found: Mismatch, order: int = 1) -> None:
+    def _keep_first(self, found: Mismatch, order: int = 1) -> None:
         """Keep the first: by step, then `order` in the step, then table, then row; the loss after the tables."""
         names = [*self.tables, None]
         place = found.step, order, names.index(found.table), found.row, found.column
-        known = self.result.first
-        if known is None or (known.phase == self.phase and self.first is not None and place < self.first):
-            self.result.first, self.first = found, place
+        known = self.result.first_mismatch
+        if known is None or (
+            known.phase == self.phase and self.first_position is not None and place < self.first_position
+        ):
+            self.result.first_mismatch, self.first_position = found, place
 
 
-def _pieces(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table_shards(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(rank, piece) of one table."""
     for rank, record in enumerate(records):
         for piece in record["pieces"]:
@@ -276,7 +278,7 @@ def _pieces(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any
                 yield rank, piece
 
 
-def _matrix(values: Tensor) -> Tensor:
+def _as_matrix(values: Tensor) -> Tensor:
     """[rows, D], or [rows, 1] of what a row has one of."""
     return values if values.dim() == 2 else values[:, None]
 

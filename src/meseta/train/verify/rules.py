@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from meseta.spec import Communication, Plan, TableSpec
-from meseta.train.verify.steps import bits
+from meseta.train.verify.steps import as_bits
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
 """Largest absolute difference of losses and rows over 20 steps; of 16-bit rows, of their states and losses in one."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class ToleranceRule:
     """What may differ."""
 
     kind: str
@@ -44,7 +44,7 @@ class Mismatch:
     """From 1."""
     table: str | None
     """None for the loss."""
-    what: str
+    description: str
     """What differs, in words."""
     row: int
     """Row of the table, or sample of the batch."""
@@ -54,7 +54,7 @@ class Mismatch:
     """That holds, or got, the sharded value."""
     values: tuple[float, float]
     """Sharded and unsharded."""
-    rule: Rule
+    rule: ToleranceRule
     """Which was broken."""
 
     def __str__(self) -> str:
@@ -62,25 +62,26 @@ class Mismatch:
         run = "embedding alone" if self.phase == "embedding" else "training"
         a, b = self.values
         return (
-            f"step {self.step} ({run}): {place}{self.what} is {a:.9g} on rank {self.rank} and {b:.9g} unsharded, "
+            f"step {self.step} ({run}): {place}{self.description} is {a:.9g} on rank {self.rank} and {b:.9g} "
+            f"unsharded, "
             f"{abs(a - b):.3g} apart; allowed: {self.rule}"
         )
 
 
-def rule_of(
+def table_rule(
     table: TableSpec,
     plan: Plan,
     *,
     phase: str,
     step: int,
-    longest_bag: int,
+    max_bag_size: int,
     is_exact_share: bool,
-    of: str,
+    value_kind: str,
     comm: Communication,
-) -> Rule:
-    """For `of` 'row', 'state' or 'lookup' of a table after `step`.
+) -> ToleranceRule:
+    """For `value_kind` 'row', 'state' or 'lookup' of a table after `step`.
 
-    `longest_bag` is the largest number of ids in a bag of the table so far. Gradients of mean-pooled bags are divided
+    `max_bag_size` is the largest number of ids in a bag of the table so far. Gradients of mean-pooled bags are divided
     before or after they are weighed with a rank's share of the batch, which is the same where the share is a power of
     two (`is_exact_share`).
 
@@ -89,35 +90,43 @@ def rule_of(
     what follows the first forward pass has no bound.
     """
     placed = plan[table.name]
-    is_cut = any(shard.num_rows != table.num_embeddings for shard in placed.shards) and longest_bag > 1
+    is_cut = any(shard.num_rows != table.num_embeddings for shard in placed.shards) and max_bag_size > 1
     is_replicated = any(len(shard.ranks) > 1 for shard in placed.shards)
-    is_rounded = is_cut or is_replicated or (longest_bag > 1 and not is_exact_share)
+    is_rounded = is_cut or is_replicated or (max_bag_size > 1 and not is_exact_share)
     if plan.num_ranks == 1 or (phase == "embedding" and not is_rounded):
-        return Rule("bits")
+        return ToleranceRule("bits")
     parts = len({shard.rows for shard in placed.shards})
     is_mixed = is_cut or (is_replicated and parts > 1)
-    if of == "lookup" and is_mixed and not comm.codec("forward").is_whole:
-        return Rule("share", 2 * parts * comm.codec("forward").half_unit)
-    if (phase == "training" and not comm.is_exact) or (is_rounded and not comm.codec("backward").is_whole):
-        return Rule("free")
+    if value_kind == "lookup" and is_mixed and not comm.codec("forward").is_lossless:
+        return ToleranceRule("share", 2 * parts * comm.codec("forward").relative_rounding_error)
+    if (phase == "training" and not comm.is_lossless) or (is_rounded and not comm.codec("backward").is_lossless):
+        return ToleranceRule("free")
     if table.dtype not in ("float16", "bfloat16"):
-        return Rule("tolerance", TOLERANCE[table.dtype])
+        return ToleranceRule("tolerance", TOLERANCE[table.dtype])
     if step > 1:
-        return Rule("free")
-    return Rule("neighbours") if of == "row" else Rule("tolerance", TOLERANCE[table.dtype])
+        return ToleranceRule("free")
+    return ToleranceRule("neighbours") if value_kind == "row" else ToleranceRule("tolerance", TOLERANCE[table.dtype])
 
 
-def rule_of_loss(tables: Sequence[TableSpec], plan: Plan, step: int, comm: Communication) -> Rule:
+def loss_rule(tables: Sequence[TableSpec], plan: Plan, step: int, comm: Communication) -> ToleranceRule:
     """For the loss of `step`."""
     if plan.num_ranks == 1:
-        return Rule("bits")
-    if not comm.is_exact:
-        return Rule("free") if step > 1 else Rule("share", max(plan.num_ranks * comm.codec("forward").half_unit, 1e-5))
+        return ToleranceRule("bits")
+    if not comm.is_lossless:
+        return (
+            ToleranceRule("free")
+            if step > 1
+            else ToleranceRule("share", max(plan.num_ranks * comm.codec("forward").relative_rounding_error, 1e-5))
+        )
     dtype = tables[0].dtype
-    return Rule("free") if dtype in ("float16", "bfloat16") and step > 1 else Rule("tolerance", TOLERANCE[dtype])
+    return (
+        ToleranceRule("free")
+        if dtype in ("float16", "bfloat16") and step > 1
+        else ToleranceRule("tolerance", TOLERANCE[dtype])
+    )
 
 
-def largest_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
+def max_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
     """The largest, and all of them, in float64: 0 where both are no number, inf where one is."""
     a, b = got.double(), expected.double()
     difference = (a - b).abs()
@@ -125,27 +134,27 @@ def largest_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
     return float(difference.max()) if difference.numel() else 0.0, difference
 
 
-def broken(rule: Rule, got: Tensor, expected: Tensor, difference: Tensor, is_state: bool) -> Tensor:
+def find_violations(rule: ToleranceRule, got: Tensor, expected: Tensor, difference: Tensor, is_state: bool) -> Tensor:
     """Where `got` breaks the rule."""
     if rule.kind == "bits":
-        return bits(got) != bits(expected)
+        return as_bits(got) != as_bits(expected)
     if rule.kind == "share":
         return difference > rule.tolerance * expected.double().abs().max()
     if rule.kind == "tolerance":
         allowed = rule.tolerance * (expected.double().abs().clamp(min=1.0) if is_state else 1.0)
         return difference > allowed
     if rule.kind == "neighbours":
-        return (_order(got) - _order(expected)).abs() > 1
+        return (_ordinals(got) - _ordinals(expected)).abs() > 1
     return torch.zeros_like(difference, dtype=torch.bool)
 
 
-def _order(values: Tensor) -> Tensor:
+def _ordinals(values: Tensor) -> Tensor:
     """Whole numbers that follow the order of 16-bit floats, one apart for neighbours."""
-    whole = bits(values.contiguous()).to(torch.int32)
+    whole = as_bits(values.contiguous()).to(torch.int32)
     return torch.where(whole < 0, -(whole & 0x7FFF), whole)
 
 
-def longest_bags(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
+def max_bag_sizes(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
     """{table: the largest number of ids in a bag of it} of lengths by feature, and the table of each feature."""
     longest: dict[str, int] = {}
     for feature, lengths in batch_lengths.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meseta.checkpoint import newest
 from meseta.comm import World
-from meseta.comm.dense_shards import sum_over_parts
+from meseta.comm.dense_shards import make_shard_sum
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
@@ -23,6 +23,7 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan
 from meseta.storage import ROW, TableStorage
+from meseta.train.dataset_checks import check_same_encoding, open_dataset
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.build import (
     make_clip,
@@ -32,7 +33,6 @@ from meseta.train.setup.build import (
     task_weights,
 )
 from meseta.train.setup.specs import make_specs
-from meseta.train.trained_on import check_encoding, open_dataset
 
 PHASES = ("embedding", "training")
 """The tables alone, given the gradients of what they return; then the whole model."""
@@ -41,7 +41,7 @@ BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
+class RecordedStep:
     """What one step has left on this rank."""
 
     number: int
@@ -52,7 +52,7 @@ class StepResult:
     """After the step."""
     batch: KeyedJaggedTensor
     """Ids of the global batch that are looked up: policies have been applied."""
-    touched: dict[str, Tensor]
+    touched_rows: dict[str, Tensor]
     """Rows of each table that the step may change, ascending."""
     loss: float | None
     """Of the global batch; None where none is computed."""
@@ -68,7 +68,7 @@ def slice_sizes(batch_size: int, num_ranks: int) -> list[int]:
 
 def run_steps(
     config: RunConfig, world: World, phase: str, num_steps: int, num_ranks: int, at_home: Collection[str] = ()
-) -> Iterator[StepResult]:
+) -> Iterator[RecordedStep]:
     """Train from the beginning for `num_steps`, whatever number of epochs that takes; `num_ranks` is that of the
     sharded run, also where one process repeats it. That rounds as ranks do, but for the tables `at_home`, which all
     ranks hold whole.
@@ -84,15 +84,15 @@ def run_steps(
     ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
     model = make_sharded_model(config, dataset, world)
     if world.size == 1 and num_ranks > 1:
-        model.embeddings.round_as(config.comm.communication, at_home)
+        model.embeddings.emulate_rounding(config.comm.communication, at_home)
     step: Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]
     if phase == "training":
         weights = task_weights(config, dataset)
         length = config.train.epochs * readers[0].num_batches
         masked = dataset.num_masked_tasks
-        step = _training(config, model, world, weights, masked, min(length, config.train.max_steps or length))
+        step = _make_training_step(config, model, world, weights, masked, min(length, config.train.max_steps or length))
     else:
-        step = _given_gradients(config, model, world, num_ranks)
+        step = _make_embedding_step(config, model, world, num_ranks)
     with closing(readers[0].epochs(num_steps)) as own, closing(readers[1].epochs(num_steps)) as whole:
         for number, (local, batch) in enumerate(zip(own, whole, strict=False), start=1):
             try:
@@ -100,13 +100,13 @@ def run_steps(
             except MesetaError as error:
                 raise MesetaError(f"step {number}: {error}") from None
             [checked] = (own.kjt for own in ids.check_ids(batch.sparse))  # prepared data have one batch size
-            touched = _touched(ids, checked)
-            yield StepResult(
+            touched = _touched_rows(ids, checked)
+            yield RecordedStep(
                 number=number,
                 plan=model.embeddings.plan,
                 shards=model.embeddings.shards,
                 batch=checked,
-                touched=touched,
+                touched_rows=touched,
                 loss=loss,
                 pooled=pooled,
             )
@@ -114,11 +114,11 @@ def run_steps(
                 return
 
 
-def _training(
+def _make_training_step(
     config: RunConfig, model: Any, world: World, weights: list[float] | None, num_masked_tasks: int, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
     """A step as `meseta train` takes it."""
-    over_parts = sum_over_parts(model.parameters(), world)
+    over_parts = make_shard_sum(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = make_clip(config, world, over_parts)
     parts = config.train.accumulate_steps
@@ -132,7 +132,7 @@ def _training(
     return step
 
 
-def _given_gradients(
+def _make_embedding_step(
     config: RunConfig, model: Any, world: World, num_ranks: int
 ) -> Callable[[int, Batch, Batch], tuple[None, Tensor]]:
     """A lookup and an update by gradients that depend on the seed, the step, the sample and the column alone."""
@@ -160,7 +160,7 @@ def _given_gradients(
     return step
 
 
-def _touched(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+def _touched_rows(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Rows by table, those of all features that read it."""
     found: dict[str, list[Tensor]] = {table.name: [] for table in collection.tables}
     for feature in collection.features:
@@ -185,8 +185,8 @@ def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> Non
     MesetaError for what training meets, and where run_dir holds a run that was trained on other data.
     """
     dataset = open_dataset(config, world)
-    run = RunDir(config.run_dir, config.checkpoints)
-    check_encoding(run, newest(run.checkpoints), dataset, world)
+    run = RunDir(config.run_dir, config.checkpoint_location)
+    check_same_encoding(run, newest(run.checkpoints), dataset, world)
     if world.rank == 0:
         dataset.save(folder)
     for phase in PHASES:
@@ -202,7 +202,7 @@ def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num
         pieces = []
         for index, shard in enumerate(result.shards):
             first, stop = shard.shard.rows
-            rows = result.touched[shard.spec.name]
+            rows = result.touched_rows[shard.spec.name]
             rows = rows[(rows >= first) & (rows < stop)]
             at_rest.setdefault(index, torch.ones(stop - first, dtype=torch.bool))[rows - first] = False
             pieces.append(
@@ -210,13 +210,15 @@ def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num
                     "table": shard.spec.name,
                     "columns": shard.shard.columns,
                     "rows": rows,
-                    "values": shard.take(rows - first),
+                    "values": shard.gather(rows - first),
                 }
             )
         pooled = None if result.pooled is None else result.pooled.cpu()
         document = {"loss": result.loss, "pooled": pooled, "pieces": pieces}
         torch.save(document, record_path(folder, phase, result.number, world.rank))
-    strays = [stray for index, shard in enumerate(result.shards) for stray in _strays(shard, at_rest[index])]
+    strays = [
+        stray for index, shard in enumerate(result.shards) for stray in _changed_untouched_rows(shard, at_rest[index])
+    ]
     torch.save(strays, record_path(folder, phase, 0, world.rank))
 
 
@@ -225,7 +227,7 @@ def record_path(folder: Path, phase: str, step: int, rank: int) -> Path:
     return folder / f"{phase}-{step:07d}-{rank:04d}.pt"
 
 
-def _strays(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
+def _changed_untouched_rows(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
     """(table, value, row, column, as it is, as it was) of the first row at rest that is not what it began as."""
     first, num_rows = shard.shard.rows[0], shard.shard.num_rows
     for start in range(0, num_rows, BLOCK_ROWS):
@@ -236,7 +238,7 @@ def _strays(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, in
         began = {ROW: new, **shard.optimizer.init(new)}
         for name, now in shard.read(start, stop).items():
             a, b = (value.reshape(stop - start, -1).cpu() for value in (now, began[name]))
-            changed = (bits(a) != bits(b)) & resting[:, None]
+            changed = (as_bits(a) != as_bits(b)) & resting[:, None]
             if changed.any():
                 row, column = changed.nonzero()[0].tolist()
                 cell = float(a[row, column]), float(b[row, column])
@@ -244,6 +246,6 @@ def _strays(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, in
                 return
 
 
-def bits(values: Tensor) -> Tensor:
+def as_bits(values: Tensor) -> Tensor:
     """The same memory as whole numbers."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])

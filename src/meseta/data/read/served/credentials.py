@@ -12,17 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meseta.errors import MesetaError
+from meseta.machine.environment_variables import environ
 from meseta.machine.files import move, open_regular
-from meseta.machine.remote import host_and_port
-from meseta.machine.variables import variables
+from meseta.machine.remote import parse_address
 
-HEADER = "authorization"
+TOKEN_HEADER = "authorization"
 """Header of a call that carries the token."""
 TOKEN_PATTERN = re.compile(rb"[A-Za-z0-9_-]{43,1024}")
 """At least 32 random bytes, as text that is safe in URLs."""
-MAX_FILE_BYTES = 1 << 16
+MAX_SECRET_FILE_BYTES = 1 << 16
 """Maximum size of a token file, and of a file of keys."""
-HOME_FOLDER = ".local/state/meseta"
+TOKEN_FOLDER = ".local/state/meseta"
 """Folder of tokens below the home folder, if there is no $XDG_RUNTIME_DIR."""
 _TOKEN_BYTES = 32
 _command_credentials: dict[str, Credentials] = {}
@@ -37,10 +37,10 @@ class Credentials(ABC):
         """Return the token. Raises `NoTokenError` if there is none yet, and MesetaError if its file is unsafe."""
 
     @abstractmethod
-    def refusal(self, who: str) -> str:
+    def rejection_message(self, who: str) -> str:
         """Return the error message for a call that `who` refused."""
 
-    def header(self) -> str:
+    def header_value(self) -> str:
         """Return the value of `HEADER`. Raises what `current_token` raises."""
         return f"Bearer {self.current_token().decode()}"
 
@@ -58,7 +58,7 @@ class CommandToken(Credentials):
     def current_token(self) -> bytes:
         return self._token
 
-    def refusal(self, who: str) -> str:
+    def rejection_message(self, who: str) -> str:
         return f"{who} does not belong to this command: it takes another token; run the command again"
 
 
@@ -67,20 +67,20 @@ class PortToken(Credentials):
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._read: tuple[Path, os.stat_result, bytes] | None = None
+        self._cached: tuple[Path, os.stat_result, bytes] | None = None
 
     def current_token(self) -> bytes:
         paths = [folder / f"{self._port}.token" for folder in token_folders()]
         stored = {path: status for path in paths if (status := _status(path)) is not None}
         if not stored:
-            if self._read is None:
+            if self._cached is None:
                 names = " or ".join(repr(str(path)) for path in paths)
                 raise NoTokenError(f"there is no token of port {self._port}, which its dispatcher stores in {names}")
-            return self._read[2]  # the system removes $XDG_RUNTIME_DIR when its user logs out
+            return self._cached[2]  # the system removes $XDG_RUNTIME_DIR when its user logs out
         path = max(stored, key=lambda path: stored[path].st_mtime_ns)
-        read = self._read
+        read = self._cached
         if read is None or read[0] != path or not _is_unchanged(read[1], stored[path]):
-            self._read = read = (path, stored[path], _read_own_token(path))
+            self._cached = read = (path, stored[path], _read_user_token(path))
         return read[2]
 
     def store(self) -> PortToken:
@@ -93,7 +93,7 @@ class PortToken(Credentials):
             token = new_token()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_own_folder(folder)
+            _check_private_folder(folder)
             path = folder / f"{self._port}.token"
             unfinished = path.with_name(f".{path.name}-{os.getpid()}")
             unfinished.unlink(missing_ok=True)
@@ -106,8 +106,8 @@ class PortToken(Credentials):
             ) from None
         return self
 
-    def refusal(self, who: str) -> str:
-        where = "its file" if self._read is None else repr(str(self._read[0]))
+    def rejection_message(self, who: str) -> str:
+        where = "its file" if self._cached is None else repr(str(self._cached[0]))
         return (
             f"{who} takes another token than that in {where}: another user started it; start `meseta readers dispatch` "
             "at another port, or use keys (`meseta readers keys`)"
@@ -119,7 +119,7 @@ def new_token() -> bytes:
     return secrets.token_urlsafe(_TOKEN_BYTES).encode()
 
 
-def checked_token(content: bytes, source: str, remedy: str) -> bytes:
+def parse_token(content: bytes, source: str, remedy: str) -> bytes:
     """Return the token in `content`, without white space around it. Raises MesetaError, with `source` and `remedy`, if
     it is none."""
     token = content.strip()
@@ -134,7 +134,7 @@ def checked_token(content: bytes, source: str, remedy: str) -> bytes:
 def credentials_for(url: str) -> Credentials:
     """Return the credentials of the dispatcher at an address without keys: of the command that started it, or of its
     port. Raises MesetaError for an invalid address."""
-    return _command_credentials.get(url) or PortToken(host_and_port(url)[1])
+    return _command_credentials.get(url) or PortToken(parse_address(url)[1])
 
 
 @contextmanager
@@ -151,11 +151,11 @@ def token_folders() -> list[Path]:
     """Return the folders of tokens of this user, the one to write to first. Raises MesetaError without any."""
     folders = []
     with suppress(OSError):
-        runtime = Path(variables.get("XDG_RUNTIME_DIR", ""))
+        runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
         if runtime.is_absolute() and runtime.stat().st_uid == os.geteuid():
             folders.append(runtime / "meseta")
     with suppress(RuntimeError):
-        folders.append(Path.home() / HOME_FOLDER)
+        folders.append(Path.home() / TOKEN_FOLDER)
     if not folders:
         raise MesetaError(
             "readers: there is no folder for tokens; set XDG_RUNTIME_DIR or HOME to a folder of this user"
@@ -168,7 +168,7 @@ def read_secret(path: Path, what: str, remedy: str, *, is_secret: bool = True) -
     `is_secret` and others may read it. `what` and `remedy` are for the message."""
     try:
         with open(open_regular(path), "rb") as file:
-            status, content = os.fstat(file.fileno()), file.read(MAX_FILE_BYTES + 1)
+            status, content = os.fstat(file.fileno()), file.read(MAX_SECRET_FILE_BYTES + 1)
     except OSError as error:
         raise MesetaError(f"{what}: {str(path)!r} cannot be read ({error.strerror}); {remedy}") from None
     if is_secret and status.st_mode & 0o077:
@@ -182,19 +182,19 @@ def write_secret(path: Path, content: bytes, mode: int = 0o600) -> None:
         file.write(content)
 
 
-def _read_own_token(path: Path) -> bytes:
+def _read_user_token(path: Path) -> bytes:
     remedy = "remove it, and start the dispatcher again"
     try:
-        _check_own_folder(path.parent)
+        _check_private_folder(path.parent)
     except OSError as error:
         raise MesetaError(f"readers: {str(path.parent)!r}: {error.strerror}") from None
     content, owner = read_secret(path, "readers", remedy)
     if owner != os.geteuid():
         raise MesetaError(f"readers: {str(path)!r} belongs to another user; {remedy}")
-    return checked_token(content, f"readers: {str(path)!r}", remedy)
+    return parse_token(content, f"readers: {str(path)!r}", remedy)
 
 
-def _check_own_folder(folder: Path) -> None:
+def _check_private_folder(folder: Path) -> None:
     """Raise OSError unless the folder is one that only this user can enter."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meseta.data.read.served.credentials import Credentials, checked_token, read_secret
-from meseta.errors import MesetaError, one_line
+from meseta.data.read.served.credentials import Credentials, parse_token, read_secret
+from meseta.errors import MesetaError, error_summary
 
-CERTIFICATE, KEY, CLIENT, TOKEN = "certificate.pem", "key.pem", "client.pem", "token"
-_SAME_FOLDER = "take that folder of keys which it was started with"
-ROUNDS = 8
+CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE = "certificate.pem", "key.pem", "client.pem", "token"
+_SAME_FOLDER_REMEDY = "take that folder of keys which it was started with"
+MAX_HANDSHAKE_ROUNDS = 8
 """Of messages in which a handshake has ended, one way or the other."""
 
 
 @dataclass(frozen=True)
-class Keys(Credentials):
+class TlsKeys(Credentials):
     """What those who ask have of a folder of keys; what is secret is in no text of it."""
 
     folder: Path
@@ -36,94 +36,97 @@ class Keys(Credentials):
     token: bytes = field(repr=False)
 
     @staticmethod
-    def load(folder: Path) -> Keys:
+    def load(folder: Path) -> TlsKeys:
         """Raises MesetaError for a file that is not there, is damaged or cut short, or that others may read."""
-        token = checked_token(
-            read_key_file(folder / TOKEN, is_secret=True),
-            f"keys: {str(folder / TOKEN)!r}",
+        token = parse_token(
+            read_key_file(folder / TOKEN_FILE, is_secret=True),
+            f"keys: {str(folder / TOKEN_FILE)!r}",
             "copy it again, or make new keys with `meseta readers keys`",
         )
-        keys = Keys(folder, read_key_file(folder / CERTIFICATE), read_key_file(folder / CLIENT, is_secret=True), token)
-        ends_s = ssl.cert_time_to_seconds(str(keys.checking().get_ca_certs()[0]["notAfter"]))
+        keys = TlsKeys(
+            folder, read_key_file(folder / CERTIFICATE_FILE), read_key_file(folder / CLIENT_FILE, is_secret=True), token
+        )
+        ends_s = ssl.cert_time_to_seconds(str(keys.client_context().get_ca_certs()[0]["notAfter"]))
         if ends_s < time.time():
-            raise MesetaError(expired(f"keys: {str(folder / CERTIFICATE)!r}", ends_s))
+            raise MesetaError(expired_certificate_message(f"keys: {str(folder / CERTIFICATE_FILE)!r}", ends_s))
         return keys
 
     def current_token(self) -> bytes:
         return self.token
 
-    def refusal(self, who: str) -> str:
-        return f"{who} takes another token than that of {str(self.folder / TOKEN)!r}; {_SAME_FOLDER}"
+    def rejection_message(self, who: str) -> str:
+        return f"{who} takes another token than that of {str(self.folder / TOKEN_FILE)!r}; {_SAME_FOLDER_REMEDY}"
 
-    def checking(self) -> ssl.SSLContext:
+    def client_context(self) -> ssl.SSLContext:
         """How those who ask check a server, and show who they are. Raises MesetaError for a damaged file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(["h2"])  # or servers of gRPC end the connection
-        _trust(context, self.certificate, self.folder / CERTIFICATE)
-        _show(context, self.folder / CLIENT, self.folder / CLIENT)
+        _load_trusted_certificate(context, self.certificate, self.folder / CERTIFICATE_FILE)
+        _load_own_certificate(context, self.folder / CLIENT_FILE, self.folder / CLIENT_FILE)
         return context
 
-    def hosts(self) -> str:
+    def covered_hosts(self) -> str:
         """Names and addresses that the certificate covers."""
-        covered: Any = self.checking().get_ca_certs()[0].get("subjectAltName", ())
+        covered: Any = self.client_context().get_ca_certs()[0].get("subjectAltName", ())
         return ", ".join(host for _, host in covered)
 
 
 @dataclass(frozen=True)
-class ServerKeys(Keys):
+class TlsServerKeys(TlsKeys):
     """What dispatchers and readers have."""
 
     key: bytes = field(repr=False)
 
     @staticmethod
-    def load(folder: Path) -> ServerKeys:
+    def load(folder: Path) -> TlsServerKeys:
         """Raises what Keys.load raises, and MesetaError for a key of another certificate."""
-        keys = Keys.load(folder)
-        key = read_key_file(folder / KEY, is_secret=True)
-        return ServerKeys(folder, keys.certificate, keys.client, keys.token, key)
+        keys = TlsKeys.load(folder)
+        key = read_key_file(folder / KEY_FILE, is_secret=True)
+        return TlsServerKeys(folder, keys.certificate, keys.client, keys.token, key)
 
     def check_host(self, host: str) -> None:
         """Raise MesetaError unless those who ask for `host` would take these keys, and be taken: by a handshake in
         memory."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _show(context, self.folder / CERTIFICATE, self.folder / KEY)
-        _trust(context, self.client, self.folder / CLIENT)
+        _load_own_certificate(context, self.folder / CERTIFICATE_FILE, self.folder / KEY_FILE)
+        _load_trusted_certificate(context, self.client, self.folder / CLIENT_FILE)
         context.verify_mode = ssl.CERT_REQUIRED
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        asking = self.checking().wrap_bio(to_client, to_server, server_hostname=host)
+        asking = self.client_context().wrap_bio(to_client, to_server, server_hostname=host)
         answering = context.wrap_bio(to_server, to_client, server_side=True)
         try:
-            for _ in range(ROUNDS):
+            for _ in range(MAX_HANDSHAKE_ROUNDS):
                 for end in (asking, answering):
                     with suppress(ssl.SSLWantReadError):
                         end.do_handshake()
         except ssl.SSLError as error:
-            raise MesetaError(refusal(error, f"keys {str(self.folder)!r}", host, self)) from None
+            raise MesetaError(handshake_error_message(error, f"keys {str(self.folder)!r}", host, self)) from None
 
 
-def refusal(error: ssl.SSLError, who: str, host: str, keys: Keys) -> str:
+def handshake_error_message(error: ssl.SSLError, who: str, host: str, keys: TlsKeys) -> str:
     """Why no handshake comes about with `who`, which is asked for as `host`, and what to do."""
     code = getattr(error, "verify_code", None)
     if error.reason == "WRONG_VERSION_NUMBER":
         return f"{who} speaks without encryption; start it with --keys, or leave the keys out here"
     if code == 10:  # numbers of OpenSSL's x509_vfy.h
-        return expired(who)
+        return expired_certificate_message(who)
     if code in (62, 64):
         return (
-            f"{who}: its certificate does not cover {host!r}, but {keys.hosts()}; make new keys with `meseta readers "
+            f"{who}: its certificate does not cover {host!r}, but {keys.covered_hosts()}; make new keys with `meseta "
+            f"readers "
             f"keys DIR --host {host}`, or use a name that it covers"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{who} has another certificate than {str(keys.folder / CERTIFICATE)!r}; {_SAME_FOLDER}"
-    return f"{who} does not shake hands ({error.reason or one_line(error)}); {_SAME_FOLDER}"
+        return f"{who} has another certificate than {str(keys.folder / CERTIFICATE_FILE)!r}; {_SAME_FOLDER_REMEDY}"
+    return f"{who} does not shake hands ({error.reason or error_summary(error)}); {_SAME_FOLDER_REMEDY}"
 
 
-def strange_client(who: str, keys: Keys) -> str:
+def unknown_client_message(who: str, keys: TlsKeys) -> str:
     """That `who` has closed the door after a handshake."""
-    return f"{who} does not know the certificate of {str(keys.folder / CLIENT)!r}; {_SAME_FOLDER}"
+    return f"{who} does not know the certificate of {str(keys.folder / CLIENT_FILE)!r}; {_SAME_FOLDER_REMEDY}"
 
 
-def expired(who: str, ends_s: float | None = None) -> str:
+def expired_certificate_message(who: str, ends_s: float | None = None) -> str:
     """That a certificate has come to its end."""
     when = "" if ends_s is None else time.strftime(" on %Y-%m-%d", time.gmtime(ends_s))
     return (
@@ -137,16 +140,16 @@ def read_key_file(path: Path, *, is_secret: bool = False) -> bytes:
     return read_secret(path, "keys", remedy, is_secret=is_secret)[0]
 
 
-def _trust(context: ssl.SSLContext, certificate: bytes, path: Path) -> None:
+def _load_trusted_certificate(context: ssl.SSLContext, certificate: bytes, path: Path) -> None:
     try:
         context.load_verify_locations(cadata=certificate.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise MesetaError(_damaged(path)) from None
+        raise MesetaError(_damaged_message(path)) from None
     if not context.get_ca_certs():
-        raise MesetaError(_damaged(path))
+        raise MesetaError(_damaged_message(path))
 
 
-def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+def _load_own_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     try:
         context.load_cert_chain(certificate, key, password="")  # or OpenSSL asks for one at the terminal
     except (ssl.SSLError, ValueError) as error:
@@ -154,13 +157,13 @@ def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         raise MesetaError(
             f"keys: {str(key)!r} is not the key of {str(certificate)!r}; take both from one folder"
             if is_strange
-            else _damaged(key)
+            else _damaged_message(key)
         ) from None
     except OSError as error:
         raise MesetaError(f"keys: {str(key)!r} cannot be read ({error.strerror})") from None
 
 
-def _damaged(path: Path) -> str:
+def _damaged_message(path: Path) -> str:
     return (
         f"keys: {str(path)!r} is damaged, or no file of keys; copy it again, or make new keys (`meseta readers keys`)"
     )

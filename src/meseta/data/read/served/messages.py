@@ -13,16 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meseta.data.read.options import LastBatch, ReaderOptions
-from meseta.errors import MesetaError, shown
-from meseta.machine.files import DOCUMENT_VALUES, parse_json
-from meseta.machine.waits.checked_memory import text_field
+from meseta.errors import MesetaError, format_value
+from meseta.machine.files import MAX_DOCUMENT_VALUES, parse_json
+from meseta.machine.waits.checked_memory import encode_text
 
-MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 """The most that one may have; descriptions and counts of a split, which the dispatcher sends, may have more."""
-MESSAGE_VALUES = 1 << 14
+MAX_MESSAGE_VALUES = 1 << 14
 """The most values that one may have: each may be an error, which costs many times its bytes."""
-ANSWER_BYTES = 1 << 28
-TABLE_BYTES = 1 << 32
+MAX_REPLY_BYTES = 1 << 28
+MAX_TABLE_BYTES = 1 << 32
 """The most that a file may have that a TableRequest asks for."""
 MAX_REASON_BYTES, MAX_REMEDY_BYTES = 3072, 1024
 """Limits on the parts of an error, which gRPC sends in headers. Headers of 8 KiB or more may break the connection."""
@@ -31,42 +31,40 @@ Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-WhyAgain = Literal["room", "idle"]
+RedecodeReason = Literal["room", "idle"]
 """It made room for one that is wanted before it; or for another, after nobody had taken rows of it for a while."""
-WhyMoved = Literal["silent", "lost", "slow"]
+MoveReason = Literal["silent", "lost", "slow"]
 """Its reader told nothing any more; a rank met trouble there, or was sent nothing."""
 
 
-Received = TypeVar("Received", bound="Message")
+MessageType = TypeVar("MessageType", bound="Message")
 
 
 class Message(BaseModel):
     """Frozen; an unknown key, or a value of another type, is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    limit_bytes: ClassVar[int] = MESSAGE_BYTES
-    limit_values: ClassVar[int] = MESSAGE_VALUES
+    max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
+    max_values: ClassVar[int] = MAX_MESSAGE_VALUES
 
     def to_bytes(self) -> bytes:
         """JSON."""
         return self.model_dump_json().encode()
 
     @classmethod
-    def from_bytes(cls: type[Received], content: bytes, sender: str) -> Received:
+    def from_bytes(cls: type[MessageType], content: bytes, sender: str) -> MessageType:
         """Undo `to_bytes`. Raises MesetaError, which names the sender, for anything else."""
-        if len(content) > cls.limit_bytes:
-            raise MesetaError(
-                f"{sender} sent a message of {len(content):,} bytes; at most {cls.limit_bytes:,} are read"
-            )
+        if len(content) > cls.max_bytes:
+            raise MesetaError(f"{sender} sent a message of {len(content):,} bytes; at most {cls.max_bytes:,} are read")
         try:
-            parse_json(content, most_values=cls.limit_values)  # refuses keys that are there twice, and depth
+            parse_json(content, max_values=cls.max_values)  # refuses keys that are there twice, and depth
             return cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "message"
-            problem = f"{shown(key)}: {first['msg']}"
+            problem = f"{format_value(key)}: {first['msg']}"
         except ValueError as error:
-            problem = shown(str(error))
+            problem = format_value(str(error))
         raise MesetaError(f"{sender} sent what is no {cls.__name__}: {problem}; run the same version everywhere")
 
 
@@ -79,11 +77,11 @@ class ErrorStatus(Message):
     @staticmethod
     def of(error: MesetaError) -> ErrorStatus:
         """The status of an error, whose parts are truncated."""
-        remedy = None if error.remedy is None else text_field(error.remedy, MAX_REMEDY_BYTES).decode()
-        return ErrorStatus(reason=text_field(error.reason, MAX_REASON_BYTES).decode(), remedy=remedy)
+        remedy = None if error.remedy is None else encode_text(error.remedy, MAX_REMEDY_BYTES).decode()
+        return ErrorStatus(reason=encode_text(error.reason, MAX_REASON_BYTES).decode(), remedy=remedy)
 
 
-class RowsAsked(Message):
+class RowOrder(Message):
     """Rows of one split in one order: what a window's content is a function of."""
 
     dataset: Name
@@ -100,9 +98,11 @@ class RowsAsked(Message):
     negative_keep: float = Field(gt=0, le=1)
 
     @staticmethod
-    def of(description: DatasetDescription, split: str, labels: tuple[str, ...], options: ReaderOptions) -> RowsAsked:
+    def from_options(
+        description: DatasetDescription, split: str, labels: tuple[str, ...], options: ReaderOptions
+    ) -> RowOrder:
         """Those that a reader with these options gives."""
-        return RowsAsked(
+        return RowOrder(
             dataset=description.name,
             digest=description.digest,
             split=split,
@@ -130,7 +130,7 @@ class RowsAsked(Message):
 class Session(Message):
     """One rank of one attempt at a run, and what it reads."""
 
-    rows: RowsAsked
+    rows: RowOrder
     run: Name
     """The same for every attempt to finish a run."""
     attempt: Number
@@ -148,7 +148,7 @@ class DescribeRequest(Message):
 class DatasetDescription(Message):
     """A dataset without its rows."""
 
-    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
+    max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     name: Name
     document: dict[str, Any]
     """As dataset.json, with the digests of all vocabularies."""
@@ -159,13 +159,13 @@ class DatasetDescription(Message):
 class CountRequest(Message):
     """How many rows there are."""
 
-    rows: RowsAsked
+    rows: RowOrder
 
 
-class Counts(Message):
+class RowCounts(Message):
     """Rows of each row group that has any to read, in the order of the split."""
 
-    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
+    max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     groups: tuple[Number, ...]
     """Numbers of the row groups in the split, ascending."""
     group_rows: tuple[Positive, ...]
@@ -187,7 +187,7 @@ class TableRequest(Message):
     """Whose vocabulary; None: the bits of the rows that training looks up."""
 
 
-class ReaderTrouble(Message):
+class ReaderFailure(Message):
     """What a rank met at the reader of a window."""
 
     window: Number
@@ -214,7 +214,7 @@ class LeaseRequest(Message):
     epoch: Number
     windows: tuple[Number, ...] = Field(max_length=1024)
     """Whose readers are asked for."""
-    troubles: tuple[ReaderTrouble, ...] = Field(default=(), max_length=1024)
+    troubles: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
     """Readers to be relieved of windows."""
     waited_s: Seconds = 0.0
     """For how long the rank has stood still for batches since the first of this pass."""
@@ -251,18 +251,18 @@ class WindowTicket(Message):
     """Rows that this rank has had of it, which are left out."""
 
 
-class WindowMade(Message):
+class WindowTimings(Message):
     """How a window that was asked for came about; comes beside the first record batch of its rows."""
 
     storage_s: Seconds
     decode_s: Seconds
     transform_s: Seconds
-    """As in WindowTimes."""
+    """As in WindowTimer."""
     ready_s: Seconds
     """Since when it was decoded, as this is sent; it may have been for another rank."""
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """A reader is there."""
 
     reader: Name
@@ -274,7 +274,7 @@ class Beat(Message):
     num_rows: Number
     """Decoded since it began."""
     num_windows: Number
-    num_again: dict[WhyAgain, Number]
+    num_again: dict[RedecodeReason, Number]
     """Windows decoded once more before all ranks had them, by why they were not held any more."""
     busy_s: Seconds
     """Since it began in which it decoded; in the others all that it was asked for lay ready in its buffer."""
@@ -282,13 +282,13 @@ class Beat(Message):
     """Whether it gives what it was asked for, and wants no other windows."""
 
 
-class BeatAnswer(Message):
-    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
+class HeartbeatReply(Message):
+    max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     datasets: dict[Name, Name]
     """Folder of each, by name."""
 
 
-class ReaderStatus(Beat):
+class ReaderStatus(Heartbeat):
     """What the dispatcher knows of a reader."""
 
     num_leases: Number
@@ -315,7 +315,7 @@ class SessionStatus(Message):
         return max(self.waiting_shares.values(), default=0.0)
 
 
-class ReadersWanted(Message):
+class ScaleTarget(Message):
     """How many readers there should be."""
 
     wanted: Number
@@ -323,14 +323,14 @@ class ReadersWanted(Message):
     most: Number
 
 
-class TierStatus(Message):
+class ReaderServiceStatus(Message):
     """What the dispatcher knows."""
 
-    limit_bytes, limit_values = ANSWER_BYTES, DOCUMENT_VALUES
+    max_bytes, max_values = MAX_REPLY_BYTES, MAX_DOCUMENT_VALUES
     datasets: dict[Name, Name]
     readers: tuple[ReaderStatus, ...]
     sessions: tuple[SessionStatus, ...]
-    num_moved: dict[WhyMoved, Number]
+    num_moved: dict[MoveReason, Number]
     """Windows that went to another reader, by why."""
-    scale: ReadersWanted | None = None
+    scale: ScaleTarget | None = None
     """None where nobody has asked for it."""

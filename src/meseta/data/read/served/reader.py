@@ -8,27 +8,27 @@ from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.batch_reader import BatchReader, Waits, check_rank
+from meseta.data.read.batch_reader import BatchReader, WaitTracker, check_rank
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.order import epoch_order
-from meseta.data.read.selection import LeftOut
-from meseta.data.read.served.keys import Keys
+from meseta.data.read.selection import ExcludedRows
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.keys import TlsKeys
 from meseta.data.read.served.messages import (
     CountRequest,
     DatasetDescription,
-    RowsAsked,
+    RowOrder,
     Session,
 )
-from meseta.data.read.served.record_batches import schema_of
-from meseta.data.read.served.service import Dispatcher
-from meseta.data.read.served.windows import EpochAsked, ServedRows
+from meseta.data.read.served.record_batches import record_batch_schema
+from meseta.data.read.served.windows import EpochRequest, ServedRows
 
-GIVE_UP_S = 300.0
+DEFAULT_READER_TIMEOUT_S = 300.0
 """Where nobody says more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
+class ReaderServiceAddress:
     """Where rows come from."""
 
     url: str
@@ -37,16 +37,16 @@ class Service:
     """As it calls it; None: the only one."""
     keys: Path | None = None
     """Folder of keys, as `meseta readers keys` makes it; None: without encryption, by the token of the address."""
-    give_up_s: float = GIVE_UP_S
+    reader_timeout_s: float = DEFAULT_READER_TIMEOUT_S
     """How long rows are waited for where no reader gives any."""
 
-    def dispatcher(self) -> Dispatcher:
+    def dispatcher(self) -> DispatcherClient:
         """Raises MesetaError for what is no address, or no keys for it."""
-        return Dispatcher(self.url, None if self.keys is None else Keys.load(self.keys))
+        return DispatcherClient(self.url, None if self.keys is None else TlsKeys.load(self.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunAttempt:
     """Whose rows they are, for the dispatcher to turn away ranks of a former attempt at the same run."""
 
     name: str
@@ -62,14 +62,14 @@ class ServedReader(BatchReader):
 
     def __init__(
         self,
-        service: Service,
+        service: ReaderServiceAddress,
         split: str,
         options: ReaderOptions,
         *,
         labels: tuple[str, ...] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        run: Run | None = None,
+        run: RunAttempt | None = None,
     ) -> None:
         """`labels`: those to read; None: all. `run`: None: one of its own.
 
@@ -79,15 +79,15 @@ class ServedReader(BatchReader):
         check_rank(rank, num_ranks)
         self._dispatcher = service.dispatcher()
         description = self._dispatcher.describe(service.dataset)
-        described = dataset_of(description, service.url).with_labels(labels)
+        described = dataset_from_description(description, service.url).with_labels(labels)
         described.split(split)
-        asked = RowsAsked.of(description, split, described.labels, options)
+        asked = RowOrder.from_options(description, split, described.labels, options)
         counts = self._dispatcher.count(CountRequest(rows=asked))
         self._group_rows = counts.group_rows
-        self._schema = schema_of(described, counts.wide_features)
-        run = run or Run(name=f"{time.time_ns()}-{id(self)}", attempt=0)
+        self._schema = record_batch_schema(described, counts.wide_features)
+        run = run or RunAttempt(name=f"{time.time_ns()}-{id(self)}", attempt=0)
         self._session = Session(rows=asked, run=run.name, attempt=run.attempt, rank=rank, num_ranks=num_ranks)
-        self._give_up_s = service.give_up_s
+        self._reader_timeout_s = service.reader_timeout_s
         super().__init__(
             described,
             split,
@@ -95,23 +95,23 @@ class ServedReader(BatchReader):
             rank=rank,
             num_ranks=num_ranks,
             num_rows=sum(counts.group_rows),
-            left_out=LeftOut(counts.by_filter, counts.negatives),
+            excluded_rows=ExcludedRows(counts.by_filter, counts.negatives),
         )
 
-    def _rows(self, epoch: int, row: int, waits: Waits, num_epochs: int) -> ServedRows:
-        asked = EpochAsked(
+    def _rows(self, epoch: int, row: int, waits: WaitTracker, num_epochs: int) -> ServedRows:
+        asked = EpochRequest(
             session=self._session,
             epoch=epoch,
-            begin=row,
+            first_row=row,
             options=self.options,
             dataset=self.dataset,
             schema=self._schema,
         )
         order = epoch_order(self._group_rows, self.options, epoch, is_served=True)
         next_epoch = partial(self._rows, epoch + 1, 0, waits, num_epochs) if epoch + 1 < num_epochs else None
-        return ServedRows(order, self._cut, asked, self._dispatcher, waits, self._give_up_s, next_epoch)
+        return ServedRows(order, self._slicer, asked, self._dispatcher, waits, self._reader_timeout_s, next_epoch)
 
 
-def dataset_of(description: DatasetDescription, url: str) -> Dataset:
+def dataset_from_description(description: DatasetDescription, url: str) -> Dataset:
     """The dataset that the dispatcher at `url` describes; its files are elsewhere, and its folder is but a name."""
     return Dataset.from_dict(description.document, f"{description.name} at {url.partition('://')[2]}")

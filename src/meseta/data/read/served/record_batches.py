@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.rows import IdLists, Rows
-from meseta.errors import MesetaError, one_line
+from meseta.errors import MesetaError, error_summary
 
-MOST_ROWS = 16_384
+MAX_RECORD_BATCH_ROWS = 16_384
 """Of a record batch: enough that what each costs does not count, few enough to lie in a cache."""
 
 
-def schema_of(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
+def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
     """Of the record batches of a dataset with these labels; ids of `wide_features` are int64, others int32."""
     fields = [pa.field(name, pa.float32()) for name in dataset.label_columns]
     if dataset.weight is not None:
@@ -45,37 +45,37 @@ def schema_of(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
 def to_record_batch(rows: Rows, dataset: Dataset, schema: pa.Schema) -> pa.RecordBatch:
     """Rows of a dataset as `schema_of` says."""
     kinds = iter(schema.types)
-    columns = [column(next(kinds)) for column in _columns(rows, dataset)]
+    columns = [column(next(kinds)) for column in _column_builders(rows, dataset)]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _columns(rows: Rows, dataset: Dataset) -> Iterator[Any]:
+def _column_builders(rows: Rows, dataset: Dataset) -> Iterator[Any]:
     """For each column, what makes an array of a type."""
     if dataset.has_labels:
         labels = rows.label if rows.label.ndim == 2 else rows.label[:, None]
-        yield from (_plain(label) for label in labels.T)
-    yield from (_plain(values) for values in (rows.weight, rows.group) if values is not None)
+        yield from (_array_builder(label) for label in labels.T)
+    yield from (_array_builder(values) for values in (rows.weight, rows.group) if values is not None)
     if dataset.dense:
         flat = pa.array(np.ascontiguousarray(rows.dense).reshape(-1))
         yield lambda kind: pa.FixedSizeListArray.from_arrays(flat, type=kind)
-    singles, bags = iter(np.ascontiguousarray(rows.single)), iter(rows.bags)
+    singles, bags = iter(np.ascontiguousarray(rows.single_ids)), iter(rows.bags)
     for feature in dataset.sparse:
         if not feature.multi_valued:
-            yield _plain(next(singles))
+            yield _array_builder(next(singles))
             continue
         lists = next(bags)
         offsets = np.zeros(len(lists.lengths) + 1, np.int32)
         np.cumsum(lists.lengths, out=offsets[1:])
-        yield _lists(offsets, lists.values)
+        yield _list_builder(offsets, lists.values)
         if lists.weights is not None:
-            yield _lists(offsets, lists.weights)
+            yield _list_builder(offsets, lists.weights)
 
 
-def _plain(values: NDArray[Any]) -> Any:
+def _array_builder(values: NDArray[Any]) -> Any:
     return lambda kind: pa.array(np.ascontiguousarray(values, kind.to_pandas_dtype()))
 
 
-def _lists(offsets: NDArray[np.int32], values: NDArray[Any]) -> Any:
+def _list_builder(offsets: NDArray[np.int32], values: NDArray[Any]) -> Any:
     return lambda kind: pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(values.astype(kind.value_type.to_pandas_dtype(), copy=False)), type=kind
     )
@@ -96,7 +96,7 @@ class ReceivedRows:
             try:
                 batch.validate(full=True)
             except pa.ArrowException as error:
-                problem = f"a damaged record batch ({one_line(error)})"
+                problem = f"a damaged record batch ({error_summary(error)})"
         if problem is not None:
             raise MesetaError(f"{sender} sent {problem}; run the same version everywhere")
         self.num_rows = batch.num_rows
@@ -125,7 +125,7 @@ class ReceivedRows:
             values = ids.flatten().to_numpy()
             self._bags.append(IdLists(lengths, values, None if weights is None else weights.flatten().to_numpy()))
         self._columns = singles  # a matrix over them keeps but the first
-        self._singles = _stacked(singles)
+        self._singles = _stack_columns(singles)
 
     def take(self, start: int, stop: int) -> Rows:
         """Rows start..stop-1 of it."""
@@ -144,7 +144,7 @@ class ReceivedRows:
         )
 
 
-def _stacked(columns: list[NDArray[Any]]) -> list[tuple[int | slice, NDArray[Any]]]:
+def _stack_columns(columns: list[NDArray[Any]]) -> list[tuple[int | slice, NDArray[Any]]]:
     """Columns [n] as one matrix without a copy, where they have one type and lie at equal distances, as those of a
     record batch do; else each by itself. With each goes its place among all."""
     addresses = [column.__array_interface__["data"][0] for column in columns]

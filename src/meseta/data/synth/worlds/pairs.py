@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.data.synth.columns import MIDDLE
+from meseta.data.synth.columns import MEDIUM_FEATURES
 from meseta.data.synth.worlds.world import PlantedProduct, SynthWorld
 
 
@@ -11,9 +11,9 @@ class PairWorld(SynthWorld):
 
     name = "pairs"
     latent_dim = 4
-    centred_by_law = False
+    is_centered_by_distribution = False
     planted = tuple(
-        PlantedProduct((MIDDLE[i], MIDDLE[(i + step) % len(MIDDLE)]), sign)
+        PlantedProduct((MEDIUM_FEATURES[i], MEDIUM_FEATURES[(i + step) % len(MEDIUM_FEATURES)]), sign)
         for step, sign in ((1, 1), (3, -1))
-        for i in range(len(MIDDLE))
+        for i in range(len(MEDIUM_FEATURES))
     )

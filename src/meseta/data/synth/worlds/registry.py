@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meseta.data.synth.worlds.orders import OrderWorld
+from meseta.data.synth.worlds.orders import HigherOrderWorld
 from meseta.data.synth.worlds.pairs import PairWorld
 from meseta.data.synth.worlds.world import SynthWorld
 from meseta.errors import check_choice
 
-WORLDS: dict[str, SynthWorld] = {world.name: world for world in (PairWorld(), OrderWorld())}
+WORLDS: dict[str, SynthWorld] = {world.name: world for world in (PairWorld(), HigherOrderWorld())}
 """A world is a file of this folder, a line here, and its formula in docs/data_synth.md."""
 
 

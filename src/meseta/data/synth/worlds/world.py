@@ -32,10 +32,10 @@ class SynthWorld(ABC):
     planted: ClassVar[tuple[PlantedProduct, ...]]
     latent_dim: ClassVar[int]
     """Width of the latent vector z_f(id)."""
-    centred_by_law: ClassVar[bool]
+    is_centered_by_distribution: ClassVar[bool]
     """Whether latents have mean 0 and variance 1 under the law of the ids, or over a calibration sample of it."""
 
-    def couple(self, uniforms: NDArray[np.float64], stream: np.random.Philox) -> NDArray[np.float64]:
+    def correlate(self, uniforms: NDArray[np.float64], stream: np.random.Philox) -> NDArray[np.float64]:
         """What decides the categories of rows: uniforms [26, n], each of them uniform in [0, 1) alone.
 
         Args:

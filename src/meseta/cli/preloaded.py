@@ -1,8 +1,0 @@
-"""Imports what commands that train need, torch among it: processes that are forked afterwards share it."""
-
-import sympy  # noqa: F401 (by torch, at its first use)
-
-import meseta.train.predictions
-import meseta.train.trained
-import meseta.train.trainer
-import meseta.train.verify  # noqa: F401

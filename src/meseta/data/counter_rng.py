@@ -1,0 +1,32 @@
+"""Counter-based random numbers: element i is a function of (key, i) alone, on every machine and numpy version.
+
+The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+OOPSLA 2014), a bijection of 64-bit words; so distinct counters never collide.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def random_words(counters: NDArray[np.integer], *key: int) -> NDArray[np.uint64]:
+    """One uint64 per counter, all distinct for distinct counters; `key` is any tuple of integers."""
+    base = 0
+    for part in key:
+        base = int(_splitmix64(np.array([(base ^ (part & _MASK)) + _GOLDEN_GAMMA & _MASK], np.uint64))[0])
+    return _splitmix64(counters.astype(np.uint64) * np.uint64(_GOLDEN_GAMMA) + np.uint64(base))
+
+
+def permutation(size: int, *key: int) -> NDArray[np.int64]:
+    """A random order of 0..size-1, int64 [size]: the counters sorted by their random words."""
+    return np.argsort(random_words(np.arange(size), *key))
+
+
+def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,193 @@
+"""Starting the processes of a contender and talking to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from meseta.machine.processes import Program, start_program
+from meseta.machine.rendezvous import Rendezvous
+from meseta.measure.cpu_usage import read_cpu_time
+from meseta.measure.harness.target import BenchmarkTarget
+from meseta.spec import MesetaError
+
+REPLY_TIMEOUT_S = 600.0
+"""An answer that takes longer is not waited for."""
+# The interpreter of another system need not have this package: it sees the folder below and nothing beside it.
+_PEER_BOOTSTRAP = """
+import sys, types
+for name, folder in (("meseta", {root!r}), ("meseta.measure", {root!r} + "/measure")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from meseta.measure.harness.worker import main
+main()
+"""
+_BOOTSTRAP = "from meseta.measure.harness.worker import main; main()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSpec:
+    """One contender of a contest: what it is called, and how it is started."""
+
+    name: str
+    """'ours', 'FBGEMM', ..."""
+    variant: tuple[str, ...] = ()
+    """Optimizer, dtype and the like: with the name, what tells it from others."""
+    target_class: type[BenchmarkTarget]
+    """What its processes build; of a module that can be imported there."""
+    arguments: Mapping[str, Any]
+    """Of the class, as JSON."""
+    python: str = sys.executable
+    """Interpreter."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside the present ones."""
+    num_ranks: int = 1
+    """Processes."""
+    thread_counts: tuple[int, ...] = (1,)
+    """Threads of each process: one measurement for each number."""
+    memory_bytes: float = 0.0
+    """What all of its processes need, roughly."""
+
+    @property
+    def title(self) -> str:
+        """Name and variant."""
+        return " ".join((self.name, *self.variant))
+
+
+@dataclass(frozen=True)
+class TimedWindow:
+    """One timed stretch of calls."""
+
+    seconds_per_call: float
+    background_load: float
+    """Processors that were busy with something else, 0.0 and up."""
+
+
+class WorkerGroup:
+    """The running processes of one member; also a context manager, which stops them."""
+
+    def __init__(self, member: TargetSpec) -> None:
+        """Start them and build the contender. Raises MesetaError, with its last words, where one fails."""
+        self.spec = member
+        self.facts: dict[str, Any] = {}
+        self._stderr_files: list[IO[bytes]] = []
+        self._processes: list[Program] = []
+        self._unread: list[bytes] = []
+        try:
+            with Rendezvous(member.num_ranks) as meeting:
+                for rank in range(member.num_ranks):
+                    self._start(rank, meeting)
+            self.facts = self.request({
+                "make": [member.target_class.__module__, member.target_class.__qualname__],
+                "arguments": dict(member.arguments),
+            })  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def time(self, action: str, calls: int, num_threads: int) -> TimedWindow:
+        """Run an action on every rank; the seconds are rank 0's, between barriers."""
+        pids = [os.getpid(), *(process.pid for process in self._processes)]
+        before, start_s = read_cpu_time(pids), time.perf_counter()
+        seconds = self.request({"time": action, "calls": calls, "threads": num_threads})
+        elapsed_s, after = time.perf_counter() - start_s, read_cpu_time(pids)
+        return TimedWindow(
+            seconds_per_call=seconds / calls, background_load=after.background_load_since(before, elapsed_s)
+        )
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the contender on every rank and return what rank 0's returned."""
+        return self.request({"ask": method, "arguments": arguments})
+
+    def request(self, request: dict[str, Any]) -> Any:
+        """Send to every rank, wait for all, return rank 0's answer."""
+        line = json.dumps(request).encode() + b"\n"
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its end is told below, with its last words
+        replies = [self._read(rank) for rank in range(len(self._processes))]
+        for reply in replies:
+            if "error" in reply:
+                raise MesetaError(f"{self.spec.title}: {reply['error']}")
+        return replies[0]["answer"]
+
+    def close(self) -> None:
+        """Stop the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        for file in self._stderr_files:
+            file.close()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self, rank: int, meeting: Rendezvous) -> None:
+        self._stderr_files.append(tempfile.TemporaryFile())  # noqa: SIM115 (close() closes it)
+        try:
+            process = start_program(
+                _command(self.spec),
+                {
+                    "OMP_NUM_THREADS": str(max(self.spec.thread_counts)),
+                    **meeting.environment(rank),
+                    **self.spec.environment,
+                },
+                pass_fds=[meeting.descriptor],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr_files[-1],
+            )
+        except OSError as error:
+            raise MesetaError(f"{self.spec.title}: cannot start {self.spec.python!r}: {error}") from None
+        self._processes.append(process)
+        self._unread.append(b"")
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        """One line of a rank."""
+        pipe, deadline = self._processes[rank].stdout, time.monotonic() + REPLY_TIMEOUT_S
+        assert pipe is not None
+        while b"\n" not in self._unread[rank]:
+            ready, _, _ = select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                return {"error": f"no answer in {REPLY_TIMEOUT_S:.0f} s"}
+            part = os.read(pipe.fileno(), 1 << 16)
+            if not part:
+                return {"error": f"its process ended: {self._exit_reason(rank)}"}
+            self._unread[rank] += part
+        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _exit_reason(self, rank: int) -> str:
+        code = self._processes[rank].wait()
+        file = self._stderr_files[rank]
+        file.seek(0)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+        return f"exit code {code}; {lines[-1] if lines else 'it said nothing'}"
+
+
+def _command(member: TargetSpec) -> list[str]:
+    """Its program. The folder that the user stands in is no place to import from."""
+    if member.python == sys.executable:
+        return [member.python, "-P", "-c", _BOOTSTRAP]
+    return [member.python, "-I", "-c", _PEER_BOOTSTRAP.format(root=str(Path(__file__).resolve().parents[2]))]

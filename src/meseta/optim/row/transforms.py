@@ -1,0 +1,60 @@
+"""What can be added to any row optimizer: clipping of the gradient, weight decay, an absolute penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowStats, Value, Values
+
+NORM_EPSILON = 1e-6
+"""Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+def clip_value(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
+    """Every element of the gradient limited to -limit..limit."""
+    return _transform_gradient(optimizer, lambda w, g, stats: g.clamp(min=-limit, max=limit))
+
+
+def clip_norm(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
+    """The gradient of a row scaled down to the norm `limit` where it is longer."""
+
+    def squares(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
+        return {"unclipped_sq": g * g}
+
+    def clipped(w: Value, g: Value, stats: Values) -> Value:
+        return g * (limit / (stats["unclipped_sq"].sqrt() + NORM_EPSILON)).clamp(max=1.0)
+
+    changed = _transform_gradient(optimizer, clipped)
+    return replace(changed, row_stats=(squares, *changed.row_stats))
+
+
+def coupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:
+    """weight_decay * row added to the gradient: the gradient of weight_decay / 2 * |row|^2."""
+    return _transform_gradient(optimizer, lambda w, g, stats: g + w * weight_decay)
+
+
+def l1_penalty(optimizer: RowOptimizer, l1: float) -> RowOptimizer:
+    """l1 * sign(row) added to the gradient: a subgradient of l1 * sum of |row|, which is 0 where the row is."""
+    return _transform_gradient(optimizer, lambda w, g, stats: g + w.sign() * l1)
+
+
+def decoupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:
+    """row -= lr * weight_decay * row before the step (arXiv 1711.05101, algorithm 2)."""
+
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        return optimizer.update(w - w * (h.lr * weight_decay), g, state, stats, h)
+
+    return replace(optimizer, update=update)
+
+
+def _transform_gradient(optimizer: RowOptimizer, change: Callable[[Value, Value, Values], Value]) -> RowOptimizer:
+    """The optimizer with `change(rows, gradient, stats)` in the place of the gradient."""
+
+    def changed(stage: RowStats) -> RowStats:
+        return lambda w, g, state, stats, h: stage(w, change(w, g, stats), state, stats, h)
+
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        return optimizer.update(w, change(w, g, stats), state, stats, h)
+
+    return replace(optimizer, row_stats=tuple(map(changed, optimizer.row_stats)), update=update)

@@ -1,0 +1,96 @@
+"""What each codec, and each way between hosts, would make of a step under the plan that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from meseta.planner.cost.predict import predict
+from meseta.planner.planning import EXCHANGES
+from meseta.planner.search.plan_result import PlanResult
+from meseta.spec import Plan
+from meseta.spec.codecs import Communication, Direction, ExchangeAlgorithm, Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecPrediction:
+    """One precision of `comm`, all tables where they are."""
+
+    precision: Precision
+    exchange: ExchangeAlgorithm | None
+    """Way between hosts; None where there is no choice."""
+    step_s: float
+    """Predicted."""
+    intra_host_bytes: float
+    """That all ranks together send inside hosts in a step."""
+    inter_host_bytes: float
+    """And to other hosts."""
+    is_chosen: bool
+    """Whether the plan was made for it."""
+
+
+def predict_codecs(planned: PlanResult) -> list[CodecPrediction]:
+    """By precision, then by way; fp32 alone for tables of float64, which travel as they are, and none on one rank."""
+    plan, workload, topology = planned.plan, planned.problem.workload, planned.problem.topology
+    if plan.num_ranks == 1:
+        return []
+    has_choice = 1 < topology.devices_per_host < topology.num_ranks
+    exchanges: Sequence[ExchangeAlgorithm | None] = EXCHANGES if has_choice else (None,)
+    is_wide = any(table.dtype == "float64" for table in workload.tables)
+    chosen = {precision: Communication(precision=precision) for precision in get_args(Precision)}
+    return [
+        _predict_codec(planned, precision, comm, exchange)
+        for precision, comm in chosen.items()
+        if comm.is_lossless or not is_wide
+        for exchange in exchanges
+    ]
+
+
+def _predict_codec(
+    planned: PlanResult, precision: Precision, comm: Communication, exchange: ExchangeAlgorithm | None
+) -> CodecPrediction:
+    problem = planned.problem
+    plan, workload = _with_exchange(planned.plan, comm, exchange), replace(problem.workload, comm=comm)
+    prediction = predict(plan, workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run)
+    asked = problem.workload.comm
+    is_chosen = all(asked.codec(one) == comm.codec(one) for one in get_args(Direction))
+    return CodecPrediction(
+        precision=precision,
+        exchange=exchange,
+        step_s=prediction.step_s,
+        intra_host_bytes=float(sum(one.sent_intra_host.sum() for one in prediction.collectives)),
+        inter_host_bytes=float(sum(one.sent_inter_host.sum() for one in prediction.collectives)),
+        is_chosen=is_chosen and exchange == planned.plan.exchange,
+    )
+
+
+def _with_exchange(plan: Plan, comm: Communication, exchange: ExchangeAlgorithm | None) -> Plan:
+    """The plan by another way; a chain of hosts is for sums that no codec writes."""
+    path = plan.dense_exchange or "twins" if exchange == "two_level" else None
+    if path == "chain" and not comm.is_lossless:
+        path = "twins"
+    return replace(plan, exchange=exchange, dense_exchange=path)
+
+
+def codec_rows(found: Sequence[CodecPrediction]) -> list[list[str]]:
+    """Cells of a table: codec, ms of a step by each way, MB to other hosts by each way."""
+    rows: dict[str, list[CodecPrediction]] = {}
+    for one in found:
+        rows.setdefault(one.precision, []).append(one)
+    return [
+        [
+            precision,
+            *(f"{1e3 * one.step_s:.4g}" + " *" * one.is_chosen for one in ways),
+            *(f"{(one.inter_host_bytes or one.intra_host_bytes) / 1e6:,.3g}" for one in ways),
+        ]
+        for precision, ways in rows.items()
+    ]
+
+
+def codec_headers(found: Sequence[CodecPrediction]) -> list[str]:
+    """Heads of that table."""
+    ways = list(dict.fromkeys(one.exchange for one in found))
+    sent = "MB across" if any(one.inter_host_bytes for one in found) else "MB sent"
+    names = [f" {way}" if way else "" for way in ways]
+    return ["codec", *(f"ms a step{name}" for name in names), *(f"{sent}{name}" for name in names)]

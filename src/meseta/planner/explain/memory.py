@@ -1,0 +1,41 @@
+"""Memory of the machines that a plan is made for, and the ranks that use the most of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meseta.planner.cost.documented import documented_memory_bytes
+from meseta.planner.search.plan_result import PlanResult
+from meseta.spec import MesetaError, Topology
+from meseta.spec.tiers import HBM
+from meseta.telemetry.formatting import format_bytes
+
+
+def with_device_memory(topology: Topology, where: str) -> tuple[Topology, str | None]:
+    """Return the topology with `hbm_bytes`, and a note if the value is not the topology's own but its data sheet's.
+
+    Raises MesetaError, naming `where`, if neither has it.
+    """
+    if topology.hbm_bytes is not None:
+        return topology, None
+    num_bytes = documented_memory_bytes(topology.device)
+    if num_bytes is None:
+        raise MesetaError(
+            f"{where}: hbm_bytes is missing, so no plan can be checked against the memory of its ranks; add the bytes "
+            "of DRAM that each rank may fill, or let `meseta topology detect` write the file"
+        )
+    note = (
+        f"Memory: {format_bytes(num_bytes)} for each {topology.device}, as in its data sheet, since {where} has no "
+        "hbm_bytes"
+    )
+    return replace(topology, hbm_bytes=num_bytes), note
+
+
+def describe_fullest_ranks(planned: PlanResult) -> str:
+    """Return, for each memory in use, the most that a rank holds in any phase of a run, and which rank."""
+    prediction, topology = planned.prediction, planned.problem.topology
+    parts = []
+    for memory, rank in prediction.fullest_ranks().items():
+        of_all = f" of {format_bytes(topology.hbm_bytes)}" if memory == HBM and topology.hbm_bytes else ""
+        parts.append(f"{memory} {format_bytes(float(prediction.peak_bytes(memory)[rank]))}{of_all} on rank {rank}")
+    return ", ".join(parts)

@@ -1,0 +1,64 @@
+"""Why a plan is as it is: for every table the runner-up, and what it would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meseta.planner.planning import PlanResult
+from meseta.planner.search.improve import best_placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChoice:
+    """One table of a plan, or several that stay together."""
+
+    tables: tuple[str, ...]
+    scheme: str
+    """Scheme, parts and tier."""
+    ranks: tuple[int, ...]
+    """Of its pieces, ascending; all for replicas."""
+    rank_s: float
+    """Seconds that it takes of the rank it takes most of."""
+    num_bytes: int
+    """Rows, optimizer state and exchange buffers, over all ranks and tiers."""
+    runner_up: str | None
+    """The best other scheme, all other tables in place; None where none has room or is allowed."""
+    runner_up_s: float
+    """Seconds that a step would take with it."""
+
+
+def explain_tables(planned: PlanResult, units: Sequence[int] | None = None) -> list[TableChoice]:
+    """Of `units`, or of all, those first that take most of a rank."""
+    weights = planned.problem.unit_seconds(planned.assignment.option)
+    order = np.argsort(-weights, kind="stable")
+    if units is not None:
+        order = order[np.isin(order, units)]
+    assignment = planned.assignment.copy()
+    found = []
+    for unit in order.tolist():
+        problem, option = planned.problem, int(assignment.option[unit])
+        options, names = problem.options, tuple(problem.workload.tables[table].name for table in problem.units[unit])
+        pieces = options.shard_slice(option)
+        stored = int(options.rank_demand[pieces, 0].sum() + options.host_demand[pieces].sum())
+        everywhere = options.is_replicated[option]
+        replicas = int(options.common_demand[option, 0]) * problem.cluster.num_ranks if everywhere else 0
+        ranks = range(problem.cluster.num_ranks) if everywhere else sorted(set(assignment.ranks[unit].tolist()))
+        own_cost = assignment.cost
+        _, places = assignment.remove(unit)
+        other = best_placement(assignment, unit, np.inf, excluded_option=option)
+        assignment.place(option, places)
+        found.append(
+            TableChoice(
+                tables=names,
+                scheme=problem.describe_option(option),
+                ranks=tuple(ranks),
+                rank_s=float(weights[unit]),
+                num_bytes=stored + replicas,
+                runner_up=None if other is None else problem.describe_option(other[2]),
+                runner_up_s=planned.prediction.step_s + (0.0 if other is None else other[0] - own_cost),
+            )
+        )
+    return found

@@ -1,0 +1,84 @@
+"""The dispatcher over Arrow Flight: what there is to read, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pyarrow import flight
+
+from meseta.data.read.served.connection import to_flight_error
+from meseta.data.read.served.keys import TlsKeys
+from meseta.data.read.served.messages import (
+    CountRequest,
+    DescribeRequest,
+    Heartbeat,
+    HeartbeatReply,
+    LeaseRequest,
+    Message,
+    ReaderServiceStatus,
+    ScaleTarget,
+    TableRequest,
+)
+from meseta.machine.remote import check_reachable
+from meseta.readers.autoscaler import ReaderAutoscaler
+from meseta.readers.cancellation import cancellation_check
+from meseta.readers.catalog import Catalog
+from meseta.readers.endpoint_server import Endpoint, EndpointServer
+from meseta.readers.lease_table import LeaseTable
+from meseta.spec import MesetaError
+
+ACTIONS = ("describe", "count", "table", "lease", "beat", "status")
+
+
+class DispatchServer(EndpointServer):
+    """Answers trainers and readers."""
+
+    def __init__(
+        self, endpoint: Endpoint, catalog: Catalog, leases: LeaseTable, scale: ReaderAutoscaler | None = None
+    ) -> None:
+        """`scale`: what says how many readers there should be; None: nothing does."""
+        super().__init__(endpoint)
+        self._catalog, self._leases, self._autoscaler = catalog, leases, scale
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
+        """One of ACTIONS, whose body is a Message."""
+        try:
+            answer = self._handle(action.type, action.body.to_pybytes(), context)
+        except Exception as error:
+            raise to_flight_error(error) from None
+        if isinstance(answer, Message):
+            return iter([answer.to_bytes()])
+        return iter([answer]) if isinstance(answer, bytes) else answer
+
+    def status(self) -> ReaderServiceStatus:
+        """What there is."""
+        scale, wanted = self._autoscaler, None
+        if scale is not None:
+            wanted = ScaleTarget(wanted=scale.target_readers, least=scale.min_readers, most=scale.max_readers)
+        return ReaderServiceStatus(
+            scale=wanted,
+            datasets=self._catalog.folders,
+            readers=tuple(self._leases.readers()),
+            sessions=tuple(self._leases.sessions()),
+            num_moved=dict(self._leases.num_reassigned),
+        )
+
+    def _handle(self, what: str, body: bytes, context: flight.ServerCallContext) -> Message | bytes | Iterator[bytes]:
+        sender = f"peer {context.peer()}"
+        match what:
+            case "describe":
+                return self._catalog.describe(DescribeRequest.from_bytes(body, sender).dataset)
+            case "count":
+                return self._catalog.count(CountRequest.from_bytes(body, sender).rows, cancellation_check(context))
+            case "table":
+                return self._catalog.read_table(TableRequest.from_bytes(body, sender))
+            case "lease":
+                return self._leases.lease(LeaseRequest.from_bytes(body, sender))
+            case "beat":
+                beat = Heartbeat.from_bytes(body, sender)
+                check_reachable(beat.reader, has_keys=isinstance(self.credentials, TlsKeys))
+                self._leases.record_heartbeat(beat)
+                return HeartbeatReply(datasets=self._catalog.folders)
+            case "status":
+                return self.status()
+        raise MesetaError(f"{sender} asks for {what[:80]!r}; there are {', '.join(ACTIONS)}")

@@ -1,0 +1,96 @@
+"""What a dispatcher knows, as people read it, and as Prometheus does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meseta.data.read.served.messages import ReaderServiceStatus, ReaderStatus, SessionStatus
+from meseta.errors import format_value
+from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
+
+REDECODE_REASONS = {"room": "to make room for earlier ones", "idle": "after nobody had taken rows"}
+REASSIGN_REASONS = {"silent": "of one that fell silent", "lost": "after trouble", "slow": "of a slow one"}
+
+
+def status_lines(status: ReaderServiceStatus) -> Iterator[str]:
+    """A line for each dataset, reader and run, and one of all."""
+    for name, folder in status.datasets.items():
+        yield f"dataset {format_value(name)}: {format_value(folder)}"
+    yield from map(_reader_line, status.readers)
+    yield from map(_session_line, status.sessions)
+    wanted = status.scale and f", {status.scale.wanted} wanted (of {status.scale.least} to {status.scale.most})"
+    moved = _format_reasons(status.num_moved, REASSIGN_REASONS) or "none"
+    yield f"{format_quantity(len(status.readers), 'reader')}{wanted or ''}; windows that went to another one: {moved}"
+
+
+def _reader_line(reader: ReaderStatus) -> str:
+    held = f"{format_bytes(reader.held_bytes)} of {format_bytes(reader.buffer_bytes)} held"
+    pace = f"{format_si(reader.rows_per_s)} rows/s, busy {format_percent(reader.busy_share)}"
+    done = f"{format_count(reader.num_rows)} rows in {format_quantity(reader.num_windows, 'window')} decoded"
+    again = _format_reasons(reader.num_again, REDECODE_REASONS)
+    return (
+        f"reader {format_value(reader.reader)}{', leaving' * reader.is_leaving}: {pace}; "
+        f"{format_quantity(reader.num_leases, 'window')} leased, {held}; {done}"
+        + (f", of them again {again}" if again else "")
+    )
+
+
+def _session_line(session: SessionStatus) -> str:
+    by_rank = ", ".join(
+        f"rank {rank} {format_percent(value)}" for rank, value in list(session.waiting_shares.items())[:8]
+    )
+    return (
+        f"run {format_value(session.run)}, split {format_value(session.split)} of {format_value(session.dataset)}, "
+        f"{format_quantity(session.num_ranks, 'rank')}: waits {format_percent(session.waiting_share)} of the time "
+        f"({by_rank})"
+    )
+
+
+def _format_reasons(numbers: Mapping[Any, int], words: Mapping[str, str]) -> str:
+    return ", ".join(f"{format_count(number)} {words[why]}" for why, number in numbers.items() if number)
+
+
+def prometheus_text(status: ReaderServiceStatus) -> str:
+    """The text format of Prometheus, version 0.0.4, for the textfile collector of its node exporter.
+
+    Source: https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    readers, scale = status.readers, status.scale
+    families = [
+        _format_family("readers", "gauge", "Readers at work", [({}, sum(not reader.is_leaving for reader in readers))]),
+        _format_family("readers_wanted", "gauge", "Readers that there should be",
+        [({}, scale.wanted)] if scale else []),
+        _reader_family("rows_total", "counter", "Rows decoded", {r.reader: r.num_rows for r in readers}),
+        _reader_family("busy_seconds_total", "counter", "Time spent decoding", {r.reader: r.busy_s for r in readers}),
+        _reader_family("leases", "gauge", "Windows leased", {r.reader: r.num_leases for r in readers}),
+        _reader_family("held_bytes", "gauge", "Decoded windows held", {r.reader: r.held_bytes for r in readers}),
+        _reader_family("buffer_bytes", "gauge", "Most that may be held", {r.reader: r.buffer_bytes for r in readers}),
+        _format_family("reader_windows_again_total", "counter", "Windows decoded once more before all ranks had them",
+                [({"reader": r.reader, "why": why}, n) for r in readers for why, n in r.num_again.items()]),
+        _format_family("windows_moved_total", "counter", "Windows that went to another reader",
+                [({"why": why}, number) for why, number in status.num_moved.items()]),
+        _format_family("waiting_ratio", "gauge", "Share of its time that a rank stands still for batches",
+                [({"run": s.run, "dataset": s.dataset, "split": s.split, "rank": rank}, value)
+                 for s in status.sessions for rank, value in s.waiting_shares.items()]),
+    ]  # fmt: skip
+    return "".join(families)
+
+
+def _reader_family(name: str, kind: str, help_: str, values: Mapping[str, float]) -> str:
+    return _format_family(f"reader_{name}", kind, help_, [({"reader": url}, value) for url, value in values.items()])
+
+
+def _format_family(name: str, kind: str, help_: str, samples: list[tuple[dict[str, str], float]]) -> str:
+    """Of one metric; nothing where there is no sample."""
+    if not samples:
+        return ""
+    lines = [f"# HELP meseta_{name} {help_}.", f"# TYPE meseta_{name} {kind}"]
+    for labels, value in samples:
+        within = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+        lines.append(f"meseta_{name}{{{within}}} {value}" if within else f"meseta_{name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

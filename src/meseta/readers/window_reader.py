@@ -1,0 +1,291 @@
+"""A reader: decodes the windows that ranks ask it for, and sends each rank its rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import flight
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.options import CancellationCheck, never_cancelled
+from meseta.data.read.order import EpochOrder, Window, epoch_order
+from meseta.data.read.rows import Rows, concatenate_rows
+from meseta.data.read.served.connection import UnreachableError, to_flight_error
+from meseta.data.read.served.dispatcher_client import DispatcherClient
+from meseta.data.read.served.messages import CountRequest, Heartbeat, RowOrder, WindowTicket, WindowTimings
+from meseta.data.read.served.record_batches import MAX_RECORD_BATCH_ROWS, record_batch_schema, to_record_batch
+from meseta.data.read.slicing import BatchSlicer
+from meseta.data.read.split import SplitRows
+from meseta.data.read.window_times import WindowTimer
+from meseta.machine.kernel import disable_heap_caching, trim_heap
+from meseta.readers.cancellation import acquire, cancellation_check
+from meseta.readers.catalog import describe_dataset, open_split
+from meseta.readers.endpoint_server import Endpoint, EndpointServer
+from meseta.readers.rates import BusyTime
+from meseta.readers.window_store import WindowStore, evict_oldest
+from meseta.spec import MesetaError
+
+HEARTBEAT_INTERVAL_S = 1.0
+"""Between signs of life."""
+DRAIN_GRACE_S = 3.0
+"""A reader that leaves has nothing left to give when it has held no window for so long, in which all have come to know
+that it leaves."""
+DRAIN_TIMEOUT_S = 120.0
+"""It leaves after that in any case."""
+DEFAULT_BUFFER_BYTES = 512 << 20
+"""Of decoded windows, where nobody says more."""
+MIN_SLICE_ROWS = 256
+"""Rows, on average, that are copied as slices; shorter ones are gathered row by row."""
+MAX_OPEN_SPLITS = 16
+"""Splits, and choices of their rows, that are held open."""
+
+
+@dataclass(frozen=True)
+class DecodedWindow:
+    """A window as it is held for the ranks."""
+
+    window: Window
+    rows: Rows
+    times: WindowTimer
+    decoded_s: float
+    """On the clock of time.monotonic()."""
+
+    def timings(self) -> WindowTimings:
+        """What ranks are told of it now."""
+        times, ready_s = self.times, time.monotonic() - self.decoded_s
+        return WindowTimings(
+            storage_s=times.storage_s, decode_s=times.decode_s, transform_s=times.transform_s, ready_s=ready_s
+        )
+
+
+@dataclass(frozen=True)
+class OpenSplit:
+    """A split whose windows can be decoded."""
+
+    dataset: Dataset
+    split_rows: SplitRows
+    schema: pa.Schema
+
+
+def disable_allocator_caching() -> None:
+    """Let this process hold windows and little else: Arrow's own allocator, and the C library's, keep what they are
+    given back. To be called before threads are made."""
+    disable_heap_caching()
+    pa.set_memory_pool(pa.system_memory_pool())
+
+
+class WindowReader:
+    """Decodes windows and cuts them for ranks. Threads share it."""
+
+    def __init__(self, dispatcher: DispatcherClient, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
+        self.windows: WindowStore[DecodedWindow] = WindowStore(buffer_bytes, lambda held: rows_num_bytes(held.rows))
+        self.num_rows = 0
+        """Decoded since it began."""
+        self.busy_time = BusyTime()
+        """While it decodes."""
+        self._dispatcher = dispatcher
+        self._folders: dict[str, Path] = {}
+        self._splits: dict[RowOrder, OpenSplit] = {}
+        self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
+
+    def set_folders(self, folders: dict[str, Path]) -> None:
+        """Where the datasets lie, by name."""
+        self._folders = folders
+
+    def schema(self, rows: RowOrder, check: CancellationCheck = never_cancelled) -> pa.Schema:
+        """Of the record batches of `read`. Raises what `read` raises."""
+        return self._get_split(rows, check).schema
+
+    def read(
+        self, ticket: WindowTicket, check: CancellationCheck = never_cancelled
+    ) -> Iterator[tuple[pa.RecordBatch, WindowTimings | None]]:
+        """A rank's rows of a window, those that it has had left out; the first of them with how they came about. Raises
+        MesetaError for rows that there are not, and for a damaged file, and what `check` raises, unless another rank
+        waits for the window."""
+        session = ticket.session
+        split = self._get_split(session.rows, check)
+        order = epoch_order(split.split_rows.group_rows, session.rows.options, ticket.epoch, is_served=True)
+        rank = session.rank
+        if not (ticket.window < len(order) and rank < session.num_ranks and ticket.begin < order.num_rows):
+            raise MesetaError(f"rank {rank} of {session.num_ranks} asks for window {ticket.window} of {len(order)}")
+        start, stop = order.bounds(ticket.window)
+        cut = BatchSlicer(
+            num_rows=order.num_rows,
+            batch_size=ticket.batch_size,
+            last_batch=ticket.last_batch,
+            rank=rank,
+            num_ranks=session.num_ranks,
+        )
+        if not cut.num_rows_between(ticket.begin, start, stop):
+            return
+        with self.windows.window(
+            (session.run, session.attempt, session.num_ranks, session.rows),
+            (ticket.epoch, ticket.window),
+            cut.ranks_between(ticket.begin, start, stop),
+            rank,
+            (stop - start) * _estimate_row_bytes(split.dataset),
+            lambda check: self._decode(split, order, ticket.window, check, by_row=session.rows.shuffle),
+            check,
+        ) as content:
+            places = cut.rows_between(ticket.begin, start, stop)[ticket.num_had :] - start
+            for at in range(0, places.size, MAX_RECORD_BATCH_ROWS):
+                # No name here holds the window while a trainer takes its time.
+                taken, made = (
+                    _copy_rows(content(), places[at : at + MAX_RECORD_BATCH_ROWS]),
+                    None if at else content().timings(),
+                )
+                yield to_record_batch(taken, split.dataset, split.schema), made
+
+    def _decode(
+        self, split: OpenSplit, order: EpochOrder, index: int, check: CancellationCheck, *, by_row: bool
+    ) -> DecodedWindow:
+        window, times = order.window(index), WindowTimer()
+        with self.busy_time.track():
+            rows = split.split_rows.read(window.groups, by_row=by_row, times=times, check_cancelled=check)
+        with self._count_lock:
+            self.num_rows += window.num_rows
+        return DecodedWindow(window, rows, times, time.monotonic())
+
+    def _get_split(self, rows: RowOrder, check: CancellationCheck) -> OpenSplit:
+        with acquire(self._lock, check):
+            if rows not in self._splits:
+                evict_oldest(self._splits, MAX_OPEN_SPLITS - 1)
+                self._splits[rows] = self._open_split(rows)
+            return self._splits[rows]
+
+    def _open_split(self, rows: RowOrder) -> OpenSplit:
+        if rows.dataset not in self._folders:
+            raise UnreachableError(f"this reader does not know dataset {rows.dataset!r} yet")
+        dataset = Dataset.load(self._folders[rows.dataset])
+        if describe_dataset(rows.dataset, dataset).digest != rows.digest:
+            raise MesetaError(
+                f"dataset {rows.dataset!r} in {str(dataset.dir)!r} is another than the dispatcher's; copy it anew"
+            )
+        counts = self._dispatcher.count(CountRequest(rows=rows))
+        files = open_split(dataset, rows, group_row_counts=dict(zip(counts.groups, counts.group_rows, strict=True)))
+        if files.group_rows != list(counts.group_rows):
+            raise MesetaError(f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups; copy it anew")
+        described = dataset.with_labels(rows.labels)
+        return OpenSplit(described, files, record_batch_schema(described, counts.wide_features))
+
+
+def _copy_rows(decoded: DecodedWindow, places: NDArray[np.int64]) -> Rows:
+    """Rows of a window by their places in its order, in memory of their own; those that lie side by side in one
+    piece."""
+    rows, order = decoded.rows, decoded.window.rows
+    if order is not None:
+        return rows.take(order[places])
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    if breaks.size * MIN_SLICE_ROWS > places.size:
+        return rows.take(places)
+    runs = [rows.take(slice(int(run[0]), int(run[-1]) + 1)) for run in np.split(places, breaks)]
+    return concatenate_rows(runs) if breaks.size else runs[0].copy()
+
+
+def _estimate_row_bytes(dataset: Dataset) -> int:
+    """About what a decoded row takes."""
+    plain = 4 * (len(dataset.labels) + len(dataset.dense)) + 16
+    return plain + sum(
+        8 + round((12 if f.weighted else 8) * f.statistics.mean_pooling_factor) if f.multi_valued else 8
+        for f in dataset.sparse
+    )
+
+
+def rows_num_bytes(rows: Rows) -> int:
+    """Of decoded rows."""
+    plain = [rows.label, rows.dense, rows.single_ids, rows.weight, rows.group]
+    lists = [array for bags in rows.bags for array in (bags.lengths, bags.values, bags.weights)]
+    return sum(array.nbytes for array in [*plain, *lists] if array is not None)
+
+
+class ReadServer(EndpointServer):
+    """Serves a WindowReader over Arrow Flight, and tells the dispatcher that it is there."""
+
+    def __init__(self, endpoint: Endpoint, reader: WindowReader, dispatcher: DispatcherClient) -> None:
+        super().__init__(endpoint)
+        self._reader, self._dispatcher = reader, dispatcher
+        self._should_stop = threading.Event()
+        self._has_reply = threading.Event()
+        self._refusal: MesetaError | None = None
+        self._is_draining = False
+        threading.Thread(target=self._send_heartbeats, name="meseta-beat", daemon=True).start()
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        """A WindowTicket's rows."""
+        try:
+            asked = WindowTicket.from_bytes(ticket.ticket, f"trainer {context.peer()}")
+            check = cancellation_check(context)
+            return flight.GeneratorStream(self._reader.schema(asked.session.rows, check), self._stream(asked, check))
+        except Exception as error:
+            raise to_flight_error(error) from None
+
+    def _stream(
+        self, ticket: WindowTicket, check: CancellationCheck
+    ) -> Iterator[pa.RecordBatch | tuple[pa.RecordBatch, bytes]]:
+        try:
+            for batch, made in self._reader.read(ticket, check):
+                yield batch if made is None else (batch, made.to_bytes())
+        except Exception as error:
+            raise to_flight_error(error) from None
+
+    def _send_heartbeats(self) -> None:
+        is_told = False
+        while not self._should_stop.is_set():
+            windows = self._reader.windows
+            beat = Heartbeat(
+                reader=self.url,
+                held_bytes=windows.buffered_bytes,
+                buffer_bytes=windows.max_bytes,
+                num_rows=self._reader.num_rows,
+                num_windows=windows.num_decoded,
+                num_again=dict(windows.num_redecoded),
+                busy_s=self._reader.busy_time.seconds,
+                is_leaving=self._is_draining,
+            )
+            try:
+                answer = self._dispatcher.send_heartbeat(beat)
+                self._reader.set_folders({name: Path(folder) for name, folder in answer.datasets.items()})
+                self._refusal, is_told = None, False
+                self._has_reply.set()
+            except MesetaError as error:
+                is_refused = not isinstance(error, UnreachableError)
+                if is_refused:
+                    self._refusal = error
+                    self._has_reply.set()
+                if not is_told:
+                    print(f"readers: {error}{'' if is_refused else '; trying again'}", flush=True)
+                is_told = True
+            self._should_stop.wait(HEARTBEAT_INTERVAL_S)
+            trim_heap()
+
+    def wait_for_dispatcher(self, timeout_s: float | None = None) -> bool:
+        """Wait until the dispatcher has answered this reader; returns whether it has. Raises MesetaError where it has
+        refused to."""
+        is_answered = self._has_reply.wait(timeout_s)
+        if self._refusal is not None:
+            raise self._refusal
+        return is_answered
+
+    def drain(self) -> None:
+        """Take on no more windows, and come back when those that were asked for have been given, or after
+        DRAIN_TIMEOUT_S; what is not given then, another reader makes."""
+        self._is_draining = True
+        until_s = time.monotonic() + DRAIN_TIMEOUT_S
+        quiet_since_s = time.monotonic()
+        while time.monotonic() < min(until_s, quiet_since_s + DRAIN_GRACE_S):
+            if self._reader.windows.num_buffered:
+                quiet_since_s = time.monotonic()
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Serve nobody any more."""
+        self._should_stop.set()
+        super().stop()

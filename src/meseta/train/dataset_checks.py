@@ -1,0 +1,133 @@
+"""What a run was trained on, held against the data that it meets."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from meseta.checkpoint import DamagedCheckpoint
+from meseta.checkpoint.manifest import read_manifest
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference, uncomparable_parts
+from meseta.machine.files import path_exists
+from meseta.machine.remote import Location
+from meseta.spec import MesetaError
+from meseta.train.run_dir import RunDir
+from meseta.train.setup.source import make_row_source
+
+_OTHER_RUN_HINT = "choose another run_dir, or begin this one anew with --force"
+ENCODING_KEY = "encoding"
+"""Of a checkpoint's state: the encoding that the model was trained on."""
+
+
+def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> Dataset:
+    """The data of a config, or `data`, with the labels of the config; the same on every rank. Collective.
+
+    Raises MesetaError where it cannot be read, and, on all ranks, where ranks find different ones there.
+    """
+    source = make_row_source(config.data, data)
+    dataset = world.broadcast_from_rank_0(source.dataset) if source.is_served else source.dataset()
+    dataset = dataset.with_labels(config.data.labels)
+    if world.size > 1:
+        digests = world.all_gather_object(sha256(dataset.model_dump_json().encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise MesetaError(
+                    f"dataset {str(dataset.dir)!r}: rank {rank} reads another {DATASET_FILE} there than rank 0; copy "
+                    f"the "
+                    "same folder to all hosts"
+                )
+    return dataset
+
+
+def check_same_encoding(
+    run: RunDir, checkpoint: Location | None, dataset: Dataset, world: World, way_out: str = _OTHER_RUN_HINT
+) -> None:
+    """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
+    `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
+    """
+    problem: Exception | None = None
+    notes = []
+    try:
+        before = _load_recorded_encoding(run, checkpoint)
+        now = DatasetEncoding.from_dataset(dataset)
+        if before is None:
+            notes = ["the data that it was trained on"] if checkpoint is not None else []
+        elif (differs := encoding_difference(before, now)) is not None:
+            problem = _other_data_error(run, dataset, differs, way_out)
+        else:
+            notes = uncomparable_parts(before, now)
+    except (MesetaError, OSError) as error:
+        problem = error
+    world.raise_on_all_ranks(problem)
+    if notes and world.rank == 0:
+        more = f" and {len(notes) - 1:,} more" if len(notes) > 1 else ""
+        print(f"note: {notes[0]}{more} cannot be compared, since an older version did not keep it; taken to be that of "
+              f"{str(dataset.dir)!r}", file=sys.stderr)  # fmt: skip
+
+
+def check_same_rows(run: RunDir, dataset: Dataset, world: World) -> None:
+    """Raise MesetaError, on all ranks, where the run's folder tells of other rows than those of `dataset`, as far as
+    their numbers, their files and what was counted of them say. Collective."""
+    problem: Exception | None = None
+    try:
+        if path_exists(run.path / DATASET_FILE):
+            differs = row_difference(Dataset.load(run.path), dataset)
+            problem = None if differs is None else _other_data_error(run, dataset, differs, _OTHER_RUN_HINT)
+    except (MesetaError, OSError) as error:
+        problem = error
+    world.raise_on_all_ranks(problem)
+
+
+def _other_data_error(run: RunDir, dataset: Dataset, differs: str, way_out: str) -> MesetaError:
+    return MesetaError(
+        f"run_dir {str(run.path)!r} was trained on other data than those of {str(dataset.dir)!r}: {differs}; {way_out}"
+    )
+
+
+def load_encoding(checkpoint: Location) -> DatasetEncoding | None:
+    """What the model of a checkpoint was trained on; None where it does not say. Raises MesetaError for a damaged
+    one."""
+    state = read_manifest(checkpoint)["state"]
+    return (
+        DatasetEncoding.from_dict(state[ENCODING_KEY], f"checkpoint {str(checkpoint)!r}")
+        if ENCODING_KEY in state
+        else None
+    )
+
+
+def _load_recorded_encoding(run: RunDir, checkpoint: Location | None) -> DatasetEncoding | None:
+    """What was kept of the data: in the checkpoint, else in the run's folder; None where neither has it."""
+    if checkpoint is not None:
+        with suppress(DamagedCheckpoint):  # whoever loads it is told, with what to do
+            found = load_encoding(checkpoint)
+            if found is not None:
+                return found
+    if not path_exists(run.path / DATASET_FILE):
+        return None
+    return DatasetEncoding.from_dataset(_with_source_digests(run, Dataset.load(run.path)))
+
+
+def _with_source_digests(run: RunDir, kept: Dataset) -> Dataset:
+    """A run's description of its data. Vocabularies that it did not keep are read where they lay, if the features there
+    are those that it tells of, statistics and all."""
+    if all(feature.vocabulary_digest or feature.encoding != "vocabulary" for feature in kept.sparse):
+        return kept
+    try:
+        source = make_row_source(run.load_config().data).dataset()
+    except MesetaError:
+        return kept
+    uncompared = {"vocabulary_digest": None, "test_lookups": None}  # which older versions did not keep
+    there = {feature.name: feature.model_copy(update=uncompared) for feature in source.sparse}
+    digests = {feature.name: feature.vocabulary_digest for feature in source.sparse}
+    sparse = [
+        feature.model_copy(update={"vocabulary_digest": digests[feature.name]})
+        if feature.vocabulary_digest is None and there.get(feature.name) == feature
+        else feature
+        for feature in kept.sparse
+    ]
+    return kept.model_copy(update={"sparse": tuple(sparse)})

@@ -1,0 +1,256 @@
+"""A run that begins with a model which another program trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meseta import checkpoint
+from meseta.checkpoint.export_reader import EXPORT_PATH, ExportReader
+from meseta.checkpoint.files.layout import TableLayout
+from meseta.checkpoint.loading import check_tables
+from meseta.comm import World
+from meseta.config import DenseOptimizerConfig, RunConfig
+from meseta.machine.remote import Location
+from meseta.models import DLRM
+from meseta.optim.dense import make_dense_optimizer
+from meseta.spec import MesetaError, suggest
+from meseta.spec.checkpoint_blocks import BLOCK_BYTES
+from meseta.storage import ROW, as_stored
+from meseta.train.interop.state_dicts import (
+    LAYOUTS,
+    Layout,
+    read_state_dict,
+    reorder_interactions,
+    table_target,
+    translate_names,
+)
+from meseta.train.state import check_dense_optimizer, set_dense_parameters, set_dense_tensors
+from meseta.train.trainer import Trainer
+
+MESETA_LAYOUT = "meseta"
+"""The layout of `meseta.checkpoint.export`."""
+_MAX_LISTED = 6
+"""Names that a message lists."""
+
+
+_REMEDY = (
+    "change the config to the model that was trained, say --rename SOURCE=TARGET, or leave tensors out with "
+    "--ignore PATTERN"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedTensor:
+    """Where one tensor went."""
+
+    source: str
+    """Its name in the file."""
+    target: str
+    """Its name in the model; tables are embeddings.TABLE.weight."""
+    shape: tuple[int, ...]
+
+
+def import_model(
+    path: Path,
+    layout: Layout,
+    config: RunConfig,
+    *,
+    renames: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
+) -> tuple[Location, list[ImportedTensor]]:
+    """Begin the run of `config` with the tensors of `path` and fresh optimizer states, in one process; returns its
+    checkpoint, of step 0, and where each tensor went. `meseta train` goes on from there.
+
+    `renames` says by name what the layout's rules get wrong; tensors that match a pattern of `ignore` are left out.
+    Raises MesetaError, having written nothing, for a run_dir that holds a checkpoint, for files as `read_tensors`, for
+    names and shapes that do not fit, and values that are not finite.
+    """
+    _check_no_checkpoint(config)
+    if (path / EXPORT_PATH).exists():
+        raise MesetaError(
+            f"import: {str(path)!r} is an export of `meseta checkpoint export`; say --from {MESETA_LAYOUT}"
+        )
+    tensors = {n: t for n, t in read_state_dict(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
+    imported: list[ImportedTensor] = []
+    trainer = Trainer(config, World.single())
+    saved = trainer.save_initial_checkpoint(partial(_fill_model, tensors, layout, dict(renames or {}), imported))
+    return saved, imported
+
+
+def import_export(path: Path, config: RunConfig, *, states: bool = False) -> tuple[Location, list[ImportedTensor]]:
+    """Begin the run of `config` with what `meseta.checkpoint.export` has written to the folder `path`, in one process.
+
+    `states` takes the states of the dense and row optimizers too, and the number of steps that they have counted, so
+    that the first step of the run is the one that the exported run would have made of the same batch. Tables are read
+    block by block. Returns the checkpoint, of step 0, and where each tensor went.
+    Raises MesetaError, having written nothing, if run_dir holds a checkpoint, if the export has no states or is
+    damaged, or if names, shapes, types or optimizers are not those of the model.
+    """
+    _check_no_checkpoint(config)
+    exported = ExportReader.open(path)
+    if states and (not exported.has_states or exported.embedding_step is None or exported.dense_optimizer is None):
+        raise MesetaError(
+            f"import: export {str(path)!r} has no optimizer states; export the checkpoint of a run with --states, or "
+            "import without --states"
+        )
+    trainer = Trainer(config, World.single())
+    imported: list[ImportedTensor] = []
+    return trainer.save_initial_checkpoint(
+        partial(_fill_model_from_export, exported, trainer if states else None, imported)
+    ), imported
+
+
+def _check_no_checkpoint(config: RunConfig) -> None:
+    found = checkpoint.latest_complete(config.checkpoint_location)
+    if found is not None:
+        raise MesetaError(
+            f"import: run_dir {str(config.run_dir)!r} has a checkpoint ({found}) already; choose another run_dir"
+        )
+
+
+def _fill_model_from_export(
+    exported: ExportReader, trainer: Trainer | None, imported: list[ImportedTensor], model: Any
+) -> None:
+    """Fill the model; with a `trainer`, its optimizer and the states of rows too."""
+    shards, states = model.embeddings.shards, trainer is not None
+    held = [shard.spec.name for shard in shards]
+    check_tables("export", exported.root, exported.tables, held, shards, states=states)
+    tensors, where = exported.read_dense(), f"export {str(exported.root)!r}"
+    if trainer is None:
+        set_dense_parameters(model, tensors, where)
+    else:
+        optimizer = trainer.optimizer
+        steps = int(exported.embedding_step or 0)
+        check_dense_optimizer(where, optimizer, str(exported.dense_optimizer), tensors, steps)
+        _check_moments(where, trainer.config.dense.optimizer, model, tensors)
+        set_dense_tensors(model, optimizer, tensors)
+        model.embeddings.set_resume_state(steps, None)
+    names = [name for name in tensors if name.startswith("model." if trainer is None else ("model.", "optimizer."))]
+    for name in names:
+        target = name.removeprefix("model.")
+        imported.append(ImportedTensor(source=name, target=target, shape=tuple(tensors[name].shape)))
+    for shard in shards:
+        layout, name = TableLayout.from_values(shard.spec, shard.values), shard.spec.name
+        if not states:
+            layout = replace(layout, schema=replace(layout.schema, columns=layout.schema.columns[:1]))
+        with exported.open_table(layout) as read:
+            for first, stop in layout.block_ranges():
+                shard.write(first, read(first, stop))
+        for column in layout.schema.columns:
+            target = table_target(name) if column.name == ROW else f"embeddings.{name}.{column.name}"
+            shape = layout.schema.shape(column, shard.spec.num_embeddings)
+            imported.append(ImportedTensor(source=f"tables/{name}: {column.name}", target=target, shape=shape))
+
+
+def _check_moments(where: str, config: DenseOptimizerConfig, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise MesetaError unless each dense parameter has all moments of its optimizer, in its shape, or none."""
+    probe = nn.Parameter(torch.zeros(2))
+    optimizer = make_dense_optimizer(config, [probe])
+    probe.grad = torch.zeros(2)
+    optimizer.step()
+    scalars = {name: torch.as_tensor(value).dim() == 0 for name, value in optimizer.state[probe].items()}
+    left = {name for name in tensors if name.startswith("optimizer.")}
+    for name, parameter in model.named_parameters():
+        expected = {f"optimizer.{name}.{key}": () if scalar else parameter.shape for key, scalar in scalars.items()}
+        for key in expected if left & expected.keys() else ():
+            if key not in tensors or tensors[key].shape != expected[key] or not tensors[key].is_floating_point():
+                found = f"{tensors[key].dtype} {list(tensors[key].shape)}" if key in tensors else "missing"
+                raise MesetaError(
+                    f"{where}: dense tensor {key!r} is {found}, and must be floating-point {list(expected[key])}; "
+                    "export again, or import without --states"
+                )
+        left -= expected.keys()
+    if left:
+        raise MesetaError(
+            f"{where}: dense tensor {min(left)!r} belongs to no parameter of the model and its optimizer; use the "
+            "config that it was trained with, or import without --states"
+        )
+
+
+def _fill_model(
+    tensors: Mapping[str, Tensor], layout: Layout, renames: dict[str, str], imported: list[ImportedTensor], model: Any
+) -> None:
+    for name in renames:
+        if name not in tensors:
+            raise MesetaError(f"import: --rename {name!r} is not in the file; {suggest(name, tensors)}")
+    targets = _targets(model)
+    tables = [shard.spec.name for shard in model.embeddings.shards]
+    names = translate_names(layout, list(tensors), tables) | renames
+    others = [
+        other
+        for other in LAYOUTS
+        if other != layout and set(translate_names(other, list(tensors), tables).values()) == set(targets)
+    ]
+    _check_names(tensors, targets, names, f"say --from {others[0]}" if others else _REMEDY)
+    values = {names[name]: tensor for name, tensor in tensors.items()}
+    first = "top_mlp.0.weight"
+    is_dot = isinstance(model, DLRM) and model.interaction == "dot" and model.bottom_mlp is not None
+    if layout == "torchrec" and is_dot and first in values:
+        width = next(iter(model.dims.values()))
+        values[first] = reorder_interactions(values[first], width, len(model.dims) + 1)
+    for name, value in values.items():
+        if not all(part.isfinite().all() for part in _row_chunks(value)):
+            raise MesetaError(f"import: {name!r} has values that are not finite; train from a whole model")
+    tables_by_target = {table_target(shard.spec.name): shard for shard in model.embeddings.shards}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in tables_by_target:
+                shard, begin = tables_by_target[name], 0
+                for part in _row_chunks(value):
+                    shard.write(begin, {ROW: as_stored(part.to(shard.dtype).contiguous()).cpu().numpy()})
+                    begin += len(part)
+            else:
+                targets[name].copy_(value)
+    imported += [ImportedTensor(source=n, target=names[n], shape=tuple(t.shape)) for n, t in tensors.items()]
+
+
+def _row_chunks(value: Tensor) -> Sequence[Tensor]:
+    """Rows of a tensor, as many at a time as a block has: a table stays in its file."""
+    if value.dim() == 0 or not len(value):
+        return [value]
+    return value.split(max(BLOCK_BYTES // max(value[0].nbytes, 1), 1))
+
+
+def _targets(model: Any) -> dict[str, Tensor]:
+    """What has to be filled, by name; of tables the shapes alone."""
+    tables = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
+    return tables | dict(model.state_dict())
+
+
+def _check_names(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
+) -> None:
+    """Raise MesetaError unless every tensor has one place, of its shape, and every place a tensor."""
+    problems = []
+    strange = [n for n in tensors if names[n] not in targets]
+    if strange:
+        free = set(targets) - {names[n] for n in tensors}
+        problems.append("fit nothing in the model: " + _format_names(strange, lambda n: f"({suggest(names[n], free)})"))
+    empty = [n for n in targets if n not in {names[source] for source in tensors}]
+    if empty:
+        problems.append(
+            "are in the model and not in the file: " + _format_names(empty, lambda n: str(list(targets[n].shape)))
+        )
+    by_target: dict[str, str] = {}
+    twice = [n for n in tensors if by_target.setdefault(names[n], n) != n]
+    if twice:
+        problems.append("go where another one goes: " + _format_names(twice, lambda n: f"to {names[n]!r}"))
+    wrong = [n for n in tensors if names[n] in targets and targets[names[n]].shape != tensors[n].shape]
+    if wrong:
+        shapes = {n: f"{list(tensors[n].shape)}, and {list(targets[names[n]].shape)} in the model" for n in wrong}
+        problems.append("have another shape: " + _format_names(wrong, shapes.__getitem__))
+    if problems:
+        raise MesetaError(f"import: tensors that {'; that '.join(problems)}; {way_out}")
+
+
+def _format_names(names: Sequence[str], more: Callable[[str], str]) -> str:
+    shown = ", ".join(f"{name!r} {more(name)}" for name in names[:_MAX_LISTED])
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"

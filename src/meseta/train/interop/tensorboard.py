@@ -1,0 +1,113 @@
+"""The figures of metrics.jsonl as scalars that TensorBoardWriter shows."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from meseta.machine.files import append_atomic
+from meseta.spec import MesetaError
+from meseta.telemetry.metrics_file import EvalLine, Line
+from meseta.telemetry.splits import VALID
+
+_POSITION_KEYS = ("kind", "step", "split")
+"""Keys of a line that say where its figures belong."""
+
+
+def scalars(line: Line) -> Iterator[tuple[str, float]]:
+    """(tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8), with "valid"
+    for "eval" where the line is of that split; what has no value and what is a list is left out."""
+
+    def walk(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from walk(f"{tag}/{key}", inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield tag, float(value)
+
+    place = VALID if isinstance(line, EvalLine) and line.split == VALID else line.kind
+    for key, value in line.to_dict().items():
+        if key not in _POSITION_KEYS:
+            yield from walk(f"{place}/{key}", value)
+
+
+class TensorBoardWriter:
+    """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank.
+
+    By the records and messages of the package alone: its writer has a thread, whose errors reach the terminal as a
+    traceback.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises MesetaError where the package is not installed."""
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise MesetaError(
+                f"train.tensorboard is set, but the package tensorboard cannot be imported ({error}); "
+                "pip install 'meseta[tensorboard]', or set train.tensorboard=false"
+            ) from None
+        self._event, self._log = event_pb2.Event, event_pb2.SessionLog
+        self._summary, self._record_writer = summary_pb2.Summary, RecordWriter
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def begin(self, lines: Sequence[Line]) -> None:
+        """Start with these lines alone: a run that goes on writes again what came after its checkpoint.
+
+        Files of before are deleted, and a TensorBoardWriter that has read them is told to forget all of their points.
+        Raises MesetaError where the folder cannot be written.
+        """
+        self.close()
+        with self._wrap_write_errors():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for former in self._folder.glob("events.out.tfevents.*"):
+                former.unlink()
+            # Readers take what stands before the name of the machine as a time, and files in the order of their names.
+            now_s, ns = divmod(time.time_ns(), 10**9)
+            name = f"events.out.tfevents.{now_s:010d}.{socket.gethostname()}.{os.getpid()}.{ns:09d}"
+            self._file = (self._folder / name).open("xb", buffering=0)
+            self._write([self._event(file_version="brain.Event:2"), self._event(session_log=self._log(status="START"))])
+            for line in lines:
+                self._add(line)
+
+    def add(self, line: Line) -> None:
+        """One more line, on disk when this returns. Raises MesetaError where it cannot be written."""
+        with self._wrap_write_errors():
+            self._add(line)
+
+    def close(self) -> None:
+        """Close the file, if one is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, line: Line) -> None:
+        figures = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
+        self._write([self._event(step=line.step, summary=self._summary(value=figures))])
+
+    def _write(self, events: Iterable[Any]) -> None:
+        """Add events, all or none."""
+        assert self._file is not None, "begin comes first"
+        content = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._record_writer(content).write(event.SerializeToString())
+        append_atomic(self._file, content.getvalue())
+
+    @contextmanager
+    def _wrap_write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MesetaError(
+                f"train.tensorboard: {str(self._folder)!r} cannot be written: {error.strerror}; make room there, or "
+                "set train.tensorboard=false"
+            ) from None

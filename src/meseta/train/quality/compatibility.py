@@ -1,0 +1,48 @@
+"""Whether the configs of a suite can be trained on its data, tried before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from meseta.comm import World
+from meseta.config import RunConfig, load_config
+from meseta.spec import MesetaError
+from meseta.train.dataset_checks import open_dataset
+from meseta.train.early_stopping import check_early_stopping
+from meseta.train.evaluate import check_segments
+from meseta.train.quality.study import SuiteRun
+from meseta.train.setup.build import make_reader, plan_model, task_weights
+
+PROBE_ROWS = 1000
+"""Of a world, to see what columns it has."""
+
+
+def check_configs_fit(runs: Sequence[SuiteRun], data: Path) -> None:
+    """Raise MesetaError, naming the config and the ground, for the first whose config asks for what `data` lack.
+
+    Nothing is trained, and no table is made.
+    """
+    world = World.single("cpu")
+    for run in runs:
+        config = load_config(run.config, [*run.overrides, f"data.dir={json.dumps(str(data))}"])
+        try:
+            _check_config(config, world)
+        except MesetaError as error:
+            raise MesetaError(f"quality: config {run.name!r} does not fit {run.eval_dataset.name!r}: {error}") from None
+
+
+def _check_config(config: RunConfig, world: World) -> None:
+    dataset = open_dataset(config, world)
+    dataset.check_has_labels()
+    if len(dataset.labels) > 1:
+        raise MesetaError(
+            f"it learns the labels {', '.join(map(repr, dataset.labels))}, and a suite compares one; set data.labels "
+            "to one of them"
+        )
+    plan_model(config, dataset, world)
+    task_weights(config, dataset)
+    check_segments(dataset, config.metrics.segments)
+    check_early_stopping(config.train.early_stopping, dataset)
+    make_reader(config, dataset, "train", world)
