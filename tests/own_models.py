@@ -166,6 +166,13 @@ class BeforeAlone(Plain):
         return (dense * 2.0,)
 
 
+class FormerName(Plain):
+    """Written for an earlier Meseta, which called `forward_dense` `before`."""
+
+    def before(self, dense: Tensor) -> tuple[Tensor]:
+        return (dense,)
+
+
 class WithBefore(Plain):
     """What `forward_dense` returns is taken, and the inputs are too."""
 

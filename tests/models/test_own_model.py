@@ -55,6 +55,10 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
             "own_models:BeforeAlone",
             "score of what forward_dense has returned, on 2 samples of zeros, failed with Attribute",
         ),
+        (
+            "own_models:FormerName",
+            "FormerName has a method before, which is now called forward_dense; rename",
+        ),
         ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
     ],
 )
@@ -69,6 +73,10 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
         def score(self, dense: Any, pooled: torch.Tensor) -> torch.Tensor:
             return super().score(dense + 1.0, pooled)
 
+    class FormerOverride(WithBefore):
+        def before(self, dense: torch.Tensor) -> torch.Tensor:
+            return dense
+
     embeddings: Any = OneRowEach([4, 4])
     options: Any = {"num_dense": 3, "labels": ("label",), "seed": 0}
     assert find_dense_forward(Plain(embeddings, **options)) is None
@@ -76,6 +84,8 @@ def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> Non
     assert find_dense_forward(model) == model.forward_dense
     assert find_dense_forward(OwnScore(embeddings, **options)) is None  # its score expects the inputs
     assert find_dense_forward(make("own_models:WithBefore")) is not None
+    with pytest.raises(MesetaError, match="FormerOverride has a method before"):
+        find_dense_forward(FormerOverride(embeddings, **options))
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)

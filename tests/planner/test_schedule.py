@@ -35,9 +35,9 @@ def step_s(hidden: Sequence[Overlap], seconds: dict[str, float], num_parts: int 
     ("hidden", "seconds", "exposed"),
     [
         ([], {"answers": 5.0, "ids": 2.0, "dense": 1.0}, 8.0),  # all of it
-        (["answers"], {"answers": 2.5}, 0.0),  # behind `before`
+        (["answers"], {"answers": 2.5}, 0.0),  # behind `forward_dense`
         (["answers"], {"answers": 5.0}, 2.0),
-        (["ids"], {"ids": 15.0}, 0.0),  # score after `before`, back of both, update: 16
+        (["ids"], {"ids": 15.0}, 0.0),  # score after `forward_dense`, back of both, update: 16
         (["ids"], {"ids": 18.0}, 2.0),
         (["gradients"], {"gradients": 7.0}, 1.0),  # the back of before
         (["agree"], {"agree": 3.0}, 1.0),  # the back of score, until rows move

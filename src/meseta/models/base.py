@@ -116,17 +116,27 @@ class ScoringModel(nn.Module, ABC):
 
 
 def find_dense_forward(model: Any) -> Callable[[Tensor], Any] | None:
-    """`model.forward_dense`, what it makes of dense inputs alone and its `score` takes in their place; None where there
-    is none, where it would compute nothing, or where a class has a `score` of its own below the one that knows it: that
-    expects the inputs."""
+    """Return the method `forward_dense` of a model, whose result replaces the dense inputs in calls of `score`.
+
+    Returns `None` if the model has no such method, if the model has no dense layers, or if a subclass overrides `score`
+    but not `forward_dense`, because its `score` expects the dense inputs. Raises MesetaError if the model has a method
+    `before`, the former name, and no `forward_dense`.
+    """
     if not getattr(model, "has_dense_layers", True):
         return None
     order = type(model).__mro__
-    places = {
-        name: next((i for i, cls in enumerate(order) if name in vars(cls)), None) for name in ("forward_dense", "score")
-    }
-    before, score = places["forward_dense"], places["score"]
-    if before is None or (score is not None and score < before):
+
+    def depth(name: str) -> int | None:
+        return next((index for index, cls in enumerate(order) if name in vars(cls)), None)
+
+    dense_depth, score_depth = depth("forward_dense"), depth("score")
+    former_depth = depth("before")
+    # Ignored, a former method would silently cost the overlap of the dense part with the exchange.
+    if former_depth is not None and (dense_depth is None or former_depth < dense_depth):
+        raise MesetaError(
+            f"{order[former_depth].__name__} has a method before, which is now called forward_dense; rename the method"
+        )
+    if dense_depth is None or (score_depth is not None and score_depth < dense_depth):
         return None
     method: Callable[[Tensor], Any] = model.forward_dense
     return method

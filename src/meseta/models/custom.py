@@ -85,7 +85,10 @@ def _check_on_zeros(path: str, model: nn.Module, shape: tuple[int, int], num_lab
     pooled = _zero_embeddings(model, batch_size)
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
-    before, score = find_dense_forward(model), cast(Any, model).score
+    try:
+        before, score = find_dense_forward(model), cast(Any, model).score
+    except MesetaError as error:
+        raise error.with_prefix(f"model.name {path!r}: ") from None
     on_zeros = f"on {batch_size} samples of zeros,"
     with torch.no_grad():
         logits = [

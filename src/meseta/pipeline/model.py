@@ -14,9 +14,9 @@ from meseta.jagged.shapes import Float
 class Model(Protocol):
     """Tables that are looked up first, and a dense part that scores.
 
-    It may have a method `before(dense)` too: what needs dense inputs alone, which is computed while embeddings travel.
-    `score` then gets what that returns in place of the dense inputs, and takes these themselves as well. With an
-    attribute `reads_embeddings` that is true, `score` gets Embeddings in place of pooled vectors.
+    It may have a method `forward_dense(dense)` too: what needs dense inputs alone, which is computed while embeddings
+    travel. `score` then gets what that returns in place of the dense inputs, and takes these themselves as well. With
+    an attribute `reads_embeddings` that is true, `score` gets Embeddings in place of pooled vectors.
     """
 
     if TYPE_CHECKING:  # a module answers for its parts by __getattr__, which checks at runtime pass by from 3.12 on

@@ -76,7 +76,7 @@ class DenseLoad:
     """Compute type of matrix products."""
     before_flops_per_sample: float = 0.0
     """Part of `flops_per_sample` in layers that read only dense features: the forward and backward pass of a model's
-    `before`."""
+    `forward_dense`."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.before_flops_per_sample <= self.flops_per_sample:

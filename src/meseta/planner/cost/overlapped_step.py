@@ -26,7 +26,7 @@ def schedule_for(workload: Workload, names: Iterable[str]) -> Schedule | None:
 
 
 def dense_op_seconds(workload: Workload, dense_s: float) -> dict[str, float]:
-    """By piece: seconds of the dense part, of which `before` reads dense inputs alone."""
+    """By piece: seconds of the dense part, of which `forward_dense` reads dense inputs alone."""
     dense = workload.dense
     before_s = dense_s * dense.before_flops_per_sample / dense.flops_per_sample if dense.flops_per_sample else 0.0
     score_s = dense_s - before_s

@@ -29,7 +29,7 @@ from meseta.spec.stages import Overlap
 from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
 ComputeOp = Literal["lookup", "update", "before", "score", "back of score", "back of before"]
-"""What a rank computes in a step: `before` needs dense inputs alone."""
+"""What a rank computes in a step: `forward_dense` needs dense inputs alone."""
 COMPUTE_OPS: tuple[ComputeOp, ...] = ("lookup", "update", "before", "score", "back of score", "back of before")
 EMBEDDINGS, HOST_POOLED_BAGS = "answers", "whole bags"
 ALL_REDUCES = ("replicas", "dense")
