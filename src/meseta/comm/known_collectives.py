@@ -9,7 +9,7 @@ from meseta.spec.transfer import NON_STEP_TRANSFERS, STEP_TRANSFERS
 class UnknownCollectives:
     """Collectives of this process that are in no list: no plan's costs know them. A model of one's own may have such.
 
-    Tests set `is_error`, and then they are refused.
+    Tests set `is_fatal`, and then they are refused.
     """
 
     count: int = 0

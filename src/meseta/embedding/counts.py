@@ -41,7 +41,7 @@ class CountsExchange:
     """What a rank knows lies in one tensor, and what goes to each rank that it meets first is one gather of it:
 
         known   [mark and batch size, | ids of each | feature, sample, id of | ids of each row range of | rows of
-                 the rank's totals      feature       the first refused id     the features that are cut  `row_slots`
+                 the rank's totals      feature       the first refused id     the features that are cut  `row_buckets`
                  0 ... 3                4 ... F + 3   F + 4 ... F + 6          F + 7 ...                  ...]
 
         to r    [CountsHeader: 0 ... 3, F + 4 ... F + 6 | ids of each slot that is sent to r | their rows]

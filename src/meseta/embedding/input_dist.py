@@ -90,14 +90,14 @@ class InputDist:
     """The counts are known, and the exchange of lengths and ids is in flight."""
 
     batch_tag: int
-    """As in `Started`."""
+    """As in `PendingCounts`."""
     ids: KeyedJaggedTensor
     replicated_ids: KeyedJaggedTensor | None
     """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""
     bucketize_permute: dict[int, Int[Tensor, " nnz"]]
     """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
     distinct_rows: DistinctRows | None
-    """As in `Started`."""
+    """As in `PendingCounts`."""
     batch_size_per_rank: tuple[int, ...]
     """Samples of each rank; their sum is the global batch, or a micro-batch of it."""
     totals_per_rank: tuple[BatchTotals, ...]

@@ -139,7 +139,7 @@ class Pipeline:
         """Answers of the batch to come, which it takes, where it was looked up before this loop."""
         self.defers_loss_check = world.device.type != "cpu"
         """Whether the device itself keeps all as it is where a loss is no number, while the host learns of it, and of
-        the votes, in the next step or in `settle`; to be set before the first step."""
+        the votes, in the next step or in `synchronize`; to be set before the first step."""
         self._deferred_check: DeferredLossCheck | None = None
         self._resolved_votes: tuple[float, ...] = ()
         """Votes that no step has given out yet."""
@@ -185,9 +185,9 @@ class Pipeline:
         """Train on one batch after the other; what is wrong with one, or keeps a rank from reading it, is raised at its
         step, on all ranks.
 
-        A step is given out when its rows have moved, on a GPU when their update has begun; `settle` puts all else in
-        place. Leaving the loop early closes what is open; every rank must leave it after the same step. On a GPU a loss
-        that is no number is raised in the step behind it, or by `settle`, as LateNonFiniteLoss.
+        A step is given out when its rows have moved, on a GPU when their update has begun; `synchronize` puts all else
+        in place. Leaving the loop early closes what is open; every rank must leave it after the same step. On a GPU a
+        loss that is no number is raised in the step behind it, or by `synchronize`, as LateNonFiniteLoss.
 
         Args:
             batches: as many on every rank.

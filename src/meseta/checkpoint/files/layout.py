@@ -180,7 +180,7 @@ def widen_bfloat16(stored: np.ndarray) -> np.ndarray:
 
 
 def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Undo `widened`. Raises ValueError for a float32 that is no bfloat16."""
+    """Undo `widen_bfloat16`. Raises ValueError for a float32 that is no bfloat16."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     if (bits & 0xFFFF).any():
         raise ValueError("some values are no bfloat16")

@@ -65,7 +65,7 @@ class WriteRateLimiter:
 
     @contextmanager
     def throttle(self, num_bytes: int) -> Iterator[None]:
-        """The time in which a piece of at most `piece_bytes` is written."""
+        """The time in which a piece of at most `chunk_bytes` is written."""
         if self._is_disabled():
             yield
             return

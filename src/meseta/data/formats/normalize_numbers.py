@@ -25,7 +25,7 @@ def normalize_numbers_strictly(number_format: NumberFormat, texts: pa.Array) -> 
 
 
 def normalize_number(number_format: NumberFormat, text: str) -> str:
-    """As `plain_numbers`, of one text."""
+    """As `normalize_formatted_numbers`, of one text."""
     strings = pa.array([text.encode(errors="replace")], pa.large_binary())
     number: bytes = normalize_numbers_strictly(number_format, strings)[0].as_py()
     return number.decode()

@@ -39,7 +39,7 @@ def _criteo(name: str, rows: tuple[int, ...], dim: int, batch_size: int) -> Look
 
 
 def _multi_hot(name: str, num_tables: int, rows: int, dim: int, batch_size: int, bag_size: int) -> LookupWorkload:
-    """Uniform; a twin with skewed ids is made by `_zipf`."""
+    """Uniform; a twin with skewed ids is made by `_with_zipf_ids`."""
     return LookupWorkload(
         name=name,
         rows=(rows,) * num_tables,

@@ -68,7 +68,8 @@ def calibrate_networks(
     found: Calibration, num_ranks: int, log: Callable[[str, float], None]
 ) -> tuple[CostModel, dict[str, FitComparison]]:
     """Measure more collectives, between `num_ranks` and DEVICES processes, and train networks on them and on what a
-    calibration has measured; `log` and the result are as in `learn`. Raises MesetaError where a process fails."""
+    calibration has measured; `log` and the result are as in `train_networks`. Raises MesetaError where a process fails.
+    """
     model = found.cost_model
     exchanged = [
         own

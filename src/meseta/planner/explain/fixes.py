@@ -273,7 +273,7 @@ def _larger_topologies(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
 
 
 def _find_min_count_by_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:
-    """As `_least`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
+    """As `_find_min_count`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
     count = start
     while count <= MAX_FACTOR * start and not is_feasible(change(count)):
         count *= 2

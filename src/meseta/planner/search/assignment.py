@@ -136,7 +136,7 @@ class ShardingOptions:
 
     @property
     def num_compute_components(self) -> int:
-        """Components that ranks compute in, see `pricing.COMPONENTS` and `paths.COMPUTE`."""
+        """Components that ranks compute in, see `COST_COMPONENTS` and `COMPUTE_COMPONENTS`."""
         return 1 if self.paths is None else 3
 
     @cached_property
