@@ -20,6 +20,7 @@ from pathlib import Path
 
 from meseta.machine.environment import git_version, hardware_summary
 from meseta.machine.files import write_atomic
+from meseta.telemetry.formatting import format_duration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -202,8 +203,8 @@ def _environment(part: Part, record: Path) -> dict[str, str]:
 
 def _write_row(name: str, result: str, seconds: float) -> None:
     """Put the row of a part into the table of the page."""
-    minutes, today = f"{seconds // 60:.0f} min {seconds % 60:.0f} s", datetime.now(UTC).date().isoformat()
-    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware_summary(), git_version(), today]
+    today = datetime.now(UTC).date().isoformat()
+    cells = [f"`{name}`", PARTS[name].about, result, format_duration(seconds), hardware_summary(), git_version(), today]
     row = "| " + " | ".join(cells) + " |"
     page, count = re.subn(rf"^\| `{name}` \|.*$", lambda _: row, PAGE.read_text(), flags=re.MULTILINE)
     if count != 1:
