@@ -58,7 +58,7 @@ from meseta.data.prepare import PrepareOptions
 from meseta.data.prepare.sources import find_sources
 from meseta.data.formats.format import read_blocks
 from meseta.data.prepare.splitting import Splitter
-from meseta.data.workers import in_order
+from meseta.data.workers import run_in_order
 from meseta.machine.processors import num_cores
 """,
     """
@@ -70,7 +70,7 @@ splitter = Splitter(seed=0)
 encoder = Encoder(layout, splitter, hash_seeds=hash_seeds, hash_rows=hash_rows)
 with ThreadPoolExecutor(num_cores()) as pool:
     blocks = (partial(encoder.encode, block, block.first_row) for block in read_blocks(source, layout.columns))
-    num_rows = sum(encoded.splits["train"].num_rows for encoded in in_order(pool, blocks, num_cores() + 1))
+    num_rows = sum(encoded.splits["train"].num_rows for encoded in run_in_order(pool, blocks, num_cores() + 1))
 """,
 )
 PREPARE = (

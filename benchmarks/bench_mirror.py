@@ -29,8 +29,13 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.train.saving import CheckpointManager
 
 MAX_SHARE = 0.01
-COMPARING = [(StoreContents, "refresh"), (StoreContents, "add"), (StoreContents, "has"), (StoreContents, "incomplete")]
-COMPARING += [(CheckpointFiles, "contradicts")]
+COMPARING = [
+    (StoreContents, "refresh"),
+    (StoreContents, "add"),
+    (StoreContents, "has_file"),
+    (StoreContents, "incomplete_files"),
+]
+COMPARING += [(StoreContents, "incomplete_files"), (CheckpointFiles, "conflicts_with")]
 
 
 class Stopwatch:

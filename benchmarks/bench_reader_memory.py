@@ -30,9 +30,9 @@ READERS = [*MESETA, "readers"]
 TRAINER = """
 import sys, time
 from meseta.data import ReaderOptions
-from meseta.data.read.served.reader import ServedReader, Service
+from meseta.data.read.served.reader import ReaderServiceAddress, ServedReader
 options = ReaderOptions(batch_size=int(sys.argv[2]), shuffle=True)
-reader = ServedReader(Service(url=sys.argv[1]), "train", options)
+reader = ServedReader(ReaderServiceAddress(url=sys.argv[1]), "train", options)
 for number, batch in enumerate(reader.epochs(int(sys.argv[3]))):
     time.sleep(float(sys.argv[4]))
     if number == 3:

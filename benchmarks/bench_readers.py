@@ -48,14 +48,14 @@ import torch; torch.set_num_threads(1)
 from meseta.ops.allocator import keep_freed_memory
 keep_freed_memory()  # as training does
 from meseta.data import Reader, ReaderOptions
-from meseta.data.read.served.reader import Run, ServedReader, Service
+from meseta.data.read.served.reader import ReaderServiceAddress, RunAttempt, ServedReader
 rank, num_ranks = int(sys.argv[3]), int(sys.argv[4])
 options = ReaderOptions(batch_size=BATCH, shuffle=SHUFFLE)
 """
 LOCAL = "reader = Reader(sys.argv[1], 'train', options, rank=rank, num_ranks=num_ranks)"
 SERVED = (
-    "reader = ServedReader(Service(url=sys.argv[2], keys=KEYS), 'train', options, rank=rank, num_ranks=num_ranks, "
-    "run=Run(name=sys.argv[5], attempt=0))"
+    "reader = ServedReader(ReaderServiceAddress(url=sys.argv[2], keys=KEYS), 'train', options, rank=rank, "
+    "num_ranks=num_ranks, run=RunAttempt(name=sys.argv[5], attempt=0))"
 )
 READ = f"num_rows = sum(batch.batch_size for batch in reader.epochs({NUM_EPOCHS} * num_ranks))"
 

@@ -23,9 +23,9 @@ CONVERT = """
 import sys
 import pyarrow as pa, pyarrow.parquet as pq
 from pyarrow import csv
-from meseta.data.formats.tsv import CRITEO
-types = {name: pa.string() if name.startswith("cat") else pa.int64() for name in CRITEO.header}
-table = csv.read_csv(sys.argv[1], csv.ReadOptions(column_names=CRITEO.header), csv.ParseOptions(delimiter="\\t"),
+from meseta.data.formats.tsv import CRITEO_LAYOUT
+types = {name: pa.string() if name.startswith("cat") else pa.int64() for name in CRITEO_LAYOUT.header}
+table = csv.read_csv(sys.argv[1], csv.ReadOptions(column_names=CRITEO_LAYOUT.header), csv.ParseOptions(delimiter="\\t"),
                      csv.ConvertOptions(column_types=types))
 csv.write_csv(table, sys.argv[2] + "/log.csv")
 pq.write_table(table, sys.argv[2] + "/small.parquet", row_group_size=32_768)

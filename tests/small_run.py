@@ -221,7 +221,7 @@ def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, r
     from meseta.train.setup.workload import make_workload
 
     workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
-    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host, on_cpu=True)
+    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.ranks_per_host, on_cpu=True)
     needs = RunMemory(workload=workload, run=run).demand_by_phase(plan)
     of_rank = (of_ranks[rank] for phase, of_ranks in needs.items() if phase != "checkpoint")
     return max(of_rank, key=lambda need: need.total)

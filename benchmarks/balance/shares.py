@@ -109,5 +109,5 @@ def measure_share(
     team: WorkerGroup, task: ShardingTask, share: DeviceShards, num_ranks: int, num_threads: int
 ) -> tuple[float, float]:
     """Seconds of (a lookup, an update) of a share by a team of one RankTimer; again where others disturb it."""
-    arguments = {"pieces": share.shards, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
-    return measure_uncontended(lambda: team.call("time_share", task=task.to_dict(), **arguments))
+    arguments = {"shards": share.shards, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
+    return measure_uncontended(lambda: team.call("time_device", task=task.to_dict(), **arguments))

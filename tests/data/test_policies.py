@@ -99,7 +99,7 @@ def test_a_filter_leaves_the_rows_that_fulfil_it(jagged: Dataset) -> None:
     reader = Reader(jagged, "train", ReaderOptions(batch_size=64, filter=f"d0 >= {np.expm1(100)} and label == 1"))
     expected = [row for row in range(NUM_ROWS) if row >= 100 and row % 2]
     assert [row for batch in reader.epoch() for row in rows_of(batch)] == expected
-    assert (reader.num_rows, reader.excluded_rows.num_filtered, reader.excluded_rows.num_dropped_negatives) == (
+    assert (reader.num_rows, reader.excluded_rows.by_filter, reader.excluded_rows.negatives) == (
         len(expected), NUM_ROWS - len(expected), 0
     )  # fmt: skip
     assert reader.num_batches == -(-len(expected) // 64)

@@ -22,13 +22,13 @@ print(json.dumps(sorted(name for name in files if re.search(r"/lib(gomp|omp|iomp
 """
 TRAIN = """
 import sys
-from meseta.cli.lazy_dynamo import NAME
+from meseta.cli.lazy_dynamo import DYNAMO
 from meseta.cli.main import main
 try:
     main()
 except SystemExit as stop:
     assert not stop.code, stop.code
-loaded = [name for name in sys.modules if name.startswith((NAME + ".", "torch._inductor"))]
+loaded = [name for name in sys.modules if name.startswith((DYNAMO + ".", "torch._inductor"))]
 assert not loaded, loaded
 """
 """Training in a new process, which needs neither torch._dynamo nor torch._inductor."""

@@ -16,7 +16,7 @@ from source_tree import modules
 
 PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
-PIPES = ("measure/contest/team.py", "measure/contest/worker.py", "measure/doctor/children.py")
+PIPES = ("measure/harness/worker_group.py", "measure/harness/worker.py", "measure/doctor/child_processes.py")
 """Talk with processes that they started, a line of JSON at a time."""
 ROWS = "data/formats/json_records.py"
 """Decodes rows of JSON lines, whose numbers stay as they are spelled."""
@@ -29,7 +29,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
         {"machine/processes.py"},
     ),
     "opening Parquet files": ({"pq.ParquetFile"}, {"data/dataset/part_files.py", "data/formats/parquet_files.py"}),
-    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
+    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/environment_variables.py", PEERS}),
     "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"machine/yaml_text.py"}),
     "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", ROWS, *PIPES}),
 }  # fmt: skip
@@ -111,7 +111,7 @@ def test_tiers_are_named_by_their_owner_alone() -> None:
     assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
 
 
-PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "readers/local.py"}
+PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py", "readers/local_readers.py"}
 """Name a module that an interpreter of its own runs as a program."""
 DOORS = {"__init__.py", "data/__init__.py", "data/prepare/__init__.py"}
 """Names that are imported at their first use (PEP 562)."""
@@ -190,10 +190,10 @@ def test_the_rule_of_circles_bites() -> None:
 
 MEMORY_MODEL = {
     "planner/cost/memory.py": {
-        "DENSE_COPIES", "SORT_BYTES", "FRAME_BYTES", "PHASES", "RunBytes",
-        "rows_and_state", "copy_bytes", "save_bytes", "fixed_bytes", "memory_parts",
+        "DENSE_COPIES", "SORT_BYTES_PER_ID", "MAX_FRAME_BYTES", "PHASES", "RunBytes",
+        "row_and_state_bytes", "copy_bytes", "save_bytes", "fixed_bytes", "memory_bytes_by_part",
     },
-    "spec/blocks.py": {"WRITES_IN_FLIGHT"},
+    "spec/checkpoint_blocks.py": {"NUM_PENDING_WRITES"},
 }  # fmt: skip
 """By module: what bytes of a phase of a run are made of, and the functions that make them."""
 OTHER_PHASES = {"train/verify/steps.py"}
@@ -222,8 +222,8 @@ def test_one_module_says_what_a_phase_holds() -> None:
 
 def test_the_rule_of_memory_bites() -> None:
     trees = [
-        ("checkpoint/saving.py", ast.parse("_WRITES_IN_FLIGHT = 6")),
+        ("checkpoint/saving.py", ast.parse("_NUM_PENDING_WRITES = 6")),
         ("train/setup/memory.py", ast.parse("DENSE_COPIES: int = 4")),
-        ("planner/search/pricing.py", ast.parse("class Prices:\n    def fixed_bytes(self): pass")),
+        ("planner/search/cost_estimator.py", ast.parse("class Prices:\n    def fixed_bytes(self): pass")),
     ]
-    assert {name for _, name in memory_models(trees)} == {"WRITES_IN_FLIGHT", "DENSE_COPIES", "fixed_bytes"}
+    assert {name for _, name in memory_models(trees)} == {"NUM_PENDING_WRITES", "DENSE_COPIES", "fixed_bytes"}

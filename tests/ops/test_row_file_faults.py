@@ -280,7 +280,7 @@ program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory))
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 from meseta.ops.row_file import probe_engine
 from pathlib import Path
-print(probe_engine(Path(sys.argv[1])).text)
+print(probe_engine(Path(sys.argv[1])).summary)
 probe_engine(Path(sys.argv[1]), "io_uring")
 """
 

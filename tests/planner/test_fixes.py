@@ -27,7 +27,7 @@ def check_promises(error: DoesNotFitError) -> None:
     assert error.fixes
     received = pickle.loads(pickle.dumps(error))
     assert (str(received), received.certificate) == (str(error), error.certificate)
-    assert [fix.text for fix in received.fixes] == [fix.description for fix in error.fixes]
+    assert [fix.description for fix in received.fixes] == [fix.description for fix in error.fixes]
     for fix in error.fixes:
         task = fix.task
         found = find_plan(task.workload, task.topology, task.cost_model, task.constraints)

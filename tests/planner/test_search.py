@@ -321,7 +321,7 @@ def test_the_closed_form_holds_what_the_one_function_says(num_ranks: int, scheme
     for run in runs:
         topology = Topology(devices_per_host=num_ranks)
         prices = ShardCostEstimator(WorkloadLoads(workload), topology, documented_cost_model("cpu"), run=run)
-        on_device, on_host = prices.fixed_bytes()
+        on_device, on_host = prices.fixed_memory_bytes()
         parts = plan_memory_bytes(plan, workload, num_ranks, run=run)
         nothing = plan_memory_bytes(Plan(num_ranks=num_ranks, tables=()), workload, num_ranks, run=run)
         assert sum(nothing["steady"]["hbm"].values()).max() <= on_device + 1

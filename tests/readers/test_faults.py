@@ -251,7 +251,7 @@ def test_every_row_once_whatever_happens(seed: int, jagged: Dataset, keys: Path)
         schedule = Schedule(jagged.dir, folder_of_keys, network, draw)
         made.callback(schedule.end)
         spec = {
-            "service": {"url": schedule.url, "give_up_s": 120.0, "keys": folder_of_keys and str(folder_of_keys)},
+            "service": {"url": schedule.url, "reader_timeout_s": 120.0, "keys": folder_of_keys and str(folder_of_keys)},
             "options": asdict(options),
             "run": f"schedule {seed}",
             "num_epochs": NUM_EPOCHS,

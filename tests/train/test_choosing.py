@@ -177,7 +177,7 @@ def killed(patch: pytest.MonkeyPatch, document: dict[str, Any], owner: Any, name
 
 
 def in_step(step: int) -> tuple[Any, str, Callable[..., bool]]:
-    return Pipeline, "_train", lambda self, *_: self.model.embeddings.step == step
+    return Pipeline, "_train_step", lambda self, *_: self.model.embeddings.step == step
 
 
 def in_evaluation(split: str, number: int) -> tuple[Any, str, Callable[..., bool]]:

@@ -10,7 +10,7 @@ import pytest
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, validate_document
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.splits import test_selection_warning, validation_split
+from meseta.telemetry.splits import selection_on_test_warning, validation_split
 from meseta.train.evaluation_tracker import (
     EvaluationTracker,
     PlateauTracker,
@@ -137,12 +137,12 @@ def test_a_checkpoint_of_before_knows_its_evaluations() -> None:
 
 def test_what_was_chosen_on_test_is_told() -> None:
     plain = config(eval_every_steps=5)
-    assert decisions_from_evaluations(plain) == [] and test_selection_warning("test", []) == ""
+    assert decisions_from_evaluations(plain) == [] and selection_on_test_warning("test", []) == ""
     everything = config(eval_every_steps=5, finish="best", early_stopping={"patience": 1}, schedule={"kind": "plateau"})
     chosen = decisions_from_evaluations(everything)
     assert chosen == ["early stopping", "the best weights", "the rates"]
-    assert test_selection_warning("valid", chosen) == ""
-    assert "the test split decided early stopping and the best weights" in test_selection_warning("test", chosen[:2])
+    assert selection_on_test_warning("valid", chosen) == ""
+    assert "the test split decided early stopping and the best weights" in selection_on_test_warning("test", chosen[:2])
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ class Tree:
                 modules[bound].add(self.find_module(inner, path) if name or "." not in module else None)
             for use in file.uses:
                 # Functions of one file may import several modules by one name.
-                found = next(iter(modules[use.owner])) if len(modules.get(use.owner, ())) == 1 else None
-                if found and not use.is_keyword and not self.defines(found, use.name):
+                module_path = next(iter(modules[use.owner])) if len(modules.get(use.owner, ())) == 1 else None
+                if module_path and not use.is_keyword and not self.defines(module_path, use.name):
                     yield path, use.line, use.owner, use.name
 
     def libraries(self, path: str) -> set[str]:

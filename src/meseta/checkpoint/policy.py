@@ -115,7 +115,7 @@ def choose_base(
         }
         for name, blocks in tables.items()
     }
-    known: dict[str, Any] = {"manifest": manifest, "files": files, "whole_step": full_step(manifest)}
+    known: dict[str, Any] = {"manifest": manifest, "files": files, "full_step": full_step(manifest)}
     return DeltaBase(policy=policy, full_blocks=rewritten, **known, delta_bytes=delta_bytes)
 
 

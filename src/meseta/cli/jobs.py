@@ -30,7 +30,7 @@ def function_step(work: Callable[[], object], title: str) -> StartProcess:
 
 
 def _redirect_output(start: Callable[..., BaseProcess], out: int) -> BaseProcess:
-    return start(stdout_fd=out, stderr_fd=out)
+    return start(out=out, err=out)
 
 
 @dataclass(frozen=True)

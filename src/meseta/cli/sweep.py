@@ -49,7 +49,7 @@ def sweep(
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
-    from meseta.telemetry.splits import test_selection_warning
+    from meseta.telemetry.splits import selection_on_test_warning
     from meseta.train.sweep.sweep import (
         TrialResult,
         grid_settings,
@@ -80,7 +80,7 @@ def sweep(
     write_tables(plan, ranked)
     page = write_page(plan, ranked)
     _print_ranking(ranked)
-    if note := test_selection_warning(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
+    if note := selection_on_test_warning(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
         print(f"note: {note}")
     print(f"tables: {plan.out / 'sweep.csv'}, {plan.out / 'sweep.md'}")
     if page is None:

@@ -305,7 +305,7 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, test_selection_warning
+    from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, selection_on_test_warning
 
     teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
     for split in (split for split in EVALUATED_SPLITS if split in summary):
@@ -314,7 +314,7 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
         print(f"{split} {format_metrics(line)}")
     if line["step"] != summary["num_steps"]:
         print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
-    if note := test_selection_warning(chosen.get("split"), chosen.get("what", ())):
+    if note := selection_on_test_warning(chosen.get("split"), chosen.get("what", ())):
         print(f"note: {note}")
     if teacher and TEST in summary:
         print(f"best reachable: AUC {teacher['auc']:.4f}  NE {teacher['ne']:.4f}  (the teacher's, on the same rows)")

@@ -156,7 +156,7 @@ class _BatchNormFunction(torch.autograd.Function):
         per_sample = (total / (max(batch.num_samples, 1) * (share or 1.0))).to(normal.dtype)
         gradient_x = scale * (wide - per_sample[0] - normal * per_sample[1])
         if batch.num_samples:
-            ctx.layer.move(mean, squares / max(batch.num_samples - 1, 1))
+            ctx.layer.update_running_stats(mean, squares / max(batch.num_samples - 1, 1))
         return gradient_x.to(gradient.dtype), sums[1], sums[0], None, None
 
 

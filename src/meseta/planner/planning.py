@@ -283,7 +283,7 @@ def _repeat_search(found: PlanResult, make: Callable[..., PlacementProblem]) -> 
     prices = ShardCostEstimator(
         problem.loads, problem.topology, problem.cost_model, held_samples, problem.run, problem.algorithms
     )
-    other = _select_best_plan(make(prices=prices))
+    other = _select_best_plan(make(estimator=prices))
     return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
 
 

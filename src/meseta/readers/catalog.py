@@ -78,8 +78,8 @@ class Catalog:
                 self._counts[rows] = RowCounts(
                     groups=tuple(counted),
                     group_rows=tuple(counted.values()),
-                    by_filter=split.excluded_rows.num_filtered,
-                    negatives=split.excluded_rows.num_dropped_negatives,
+                    by_filter=split.excluded_rows.by_filter,
+                    negatives=split.excluded_rows.negatives,
                     wide_features=tuple(split.int64_features),
                 )
             return self._counts[rows]

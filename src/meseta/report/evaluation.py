@@ -11,7 +11,7 @@ from meseta.report.record import RunRecord
 from meseta.telemetry.formatting import format_count, format_decimal, format_quantity, is_drawable
 from meseta.telemetry.metrics import metrics_in
 from meseta.telemetry.metrics_file import EvalLine, EvalMetrics
-from meseta.telemetry.splits import test_selection_warning
+from meseta.telemetry.splits import selection_on_test_warning
 
 MAX_EVALS = 12
 
@@ -42,7 +42,7 @@ def evaluation_section(record: RunRecord) -> str:
         more = ", the best and the final one" if len(shown) > MAX_EVALS else ""
         parts.append(tag("p", escape(f"The last {MAX_EVALS} of {len(lines)} evaluations{more}."), class_="note"))
     chosen = record.summary.chosen if record.summary else None
-    if chosen and (note := test_selection_warning(chosen.split, chosen.what)):
+    if chosen and (note := selection_on_test_warning(chosen.split, chosen.what)):
         parts.append(tag("p", escape(f"{note[0].upper()}{note[1:]}."), class_="note"))
     parts.append(tag("p", escape(_calibration_note(final)), class_="note"))
     plot = reliability_plot(final.reliability)

@@ -15,7 +15,7 @@ def validation_split(splits: Collection[str]) -> str:
     return VALID if VALID in splits else TEST
 
 
-def test_selection_warning(split: str | None, chosen: Collection[str]) -> str:
+def selection_on_test_warning(split: str | None, chosen: Collection[str]) -> str:
     """A line for what was `chosen` by figures of the test split; empty where there is nothing to say."""
     if split != TEST or not chosen:
         return ""

@@ -140,8 +140,8 @@ class SplitFiles:
         with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
             counted = list(pool.map(count_of, groups))
         self.excluded_rows = ExcludedRows(
-            sum(left_out.num_filtered for _, left_out in counted),
-            sum(left_out.num_dropped_negatives for _, left_out in counted),
+            sum(left_out.by_filter for _, left_out in counted),
+            sum(left_out.negatives for _, left_out in counted),
         )
         return [replace(group, num_rows=num) for group, (num, _) in zip(groups, counted, strict=True) if num]
 

@@ -107,8 +107,8 @@ class RecipeRows:
             self.group_row_counts, self._select_rows(list(self.group_row_counts), check), strict=True
         ):
             self.excluded_rows = ExcludedRows(
-                self.excluded_rows.num_filtered + left_out.num_filtered,
-                self.excluded_rows.num_dropped_negatives + left_out.num_dropped_negatives,
+                self.excluded_rows.by_filter + left_out.by_filter,
+                self.excluded_rows.negatives + left_out.negatives,
             )
             if table.num_rows:
                 counted[number] = table.num_rows

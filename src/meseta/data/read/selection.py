@@ -21,8 +21,8 @@ _NEGATIVES_KEY = 2  # key of these draws beside those of the order of rows
 class ExcludedRows:
     """Rows of a split that are not read."""
 
-    num_filtered: int = 0
-    num_dropped_negatives: int = 0
+    by_filter: int = 0
+    negatives: int = 0
     """Negatives that were not drawn, among the rows that the filter leaves."""
 
 

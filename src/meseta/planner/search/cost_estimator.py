@@ -457,7 +457,7 @@ class ShardCostEstimator:
                 add(use, transfer, far_s - self._min_call_s(transfer))
         return found
 
-    def fixed_bytes(self) -> tuple[int, int]:
+    def fixed_memory_bytes(self) -> tuple[int, int]:
         """Bytes of its device and of its host's memory that every rank holds beside tables and what their exchange
         takes."""
         return fixed_bytes(self.loads, self.topology.num_ranks, self.run)

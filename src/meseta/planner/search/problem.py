@@ -168,7 +168,7 @@ def _make_units(workload: Workload, constraints: Constraints) -> tuple[tuple[int
 def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: Constraints) -> Cluster:
     """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
     free = constraints.keep_free_bytes
-    on_device, on_host = prices.fixed_bytes()
+    on_device, on_host = prices.fixed_memory_bytes()
     if topology.has_shared_host_memory:
         on_device, on_host = on_device + on_host, 0
     taken = {HBM: on_device, HOST: on_host * topology.devices_per_host, DISK: 0}
