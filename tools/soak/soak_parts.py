@@ -20,6 +20,7 @@ from pathlib import Path
 
 from meseta.machine.environment import commit_with_changes, hardware
 from meseta.machine.files import write_whole
+from meseta.telemetry.shown import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -202,8 +203,8 @@ def _environment(part: Part, record: Path) -> dict[str, str]:
 
 def _write_row(name: str, result: str, seconds: float) -> None:
     """Put the row of a part into the table of the page."""
-    minutes, today = f"{seconds // 60:.0f} min {seconds % 60:.0f} s", datetime.now(UTC).date().isoformat()
-    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware(), commit_with_changes(), today]
+    today = datetime.now(UTC).date().isoformat()
+    cells = [f"`{name}`", PARTS[name].about, result, duration(seconds), hardware(), commit_with_changes(), today]
     row = "| " + " | ".join(cells) + " |"
     page, count = re.subn(rf"^\| `{name}` \|.*$", lambda _: row, PAGE.read_text(), flags=re.MULTILINE)
     if count != 1:
