@@ -2,7 +2,7 @@
 
     python tools/check_constraints.py                      a line for each, and exit code 1 if one has no solution
     python tools/check_constraints.py --in-turns           of one Python, another one after each commit; of all of them
-                                                           if the last commit changed constraints or requirements
+                                                           if recent commits changed constraints or requirements
     python tools/check_constraints.py --constraints FILE   of other constraints
 
 The packages come from wherever pip is configured to take them. The index's torch for Linux is built for CUDA. A build
@@ -36,6 +36,8 @@ from pip._vendor.packaging import markers
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+NUM_RECENT_COMMITS = 100
+"""More than one run of continuous integration covers, so that none misses a change of constraints."""
 MINOR_GLIBC = range(5, 29)
 """Wheels for glibc 2.5 to 2.28, the one that torch itself needs."""
 
@@ -174,13 +176,13 @@ def check(cell: Cell, constraints: Path, folder: Path) -> tuple[bool, str]:
 
 
 def cells_in_turns() -> list[Cell]:
-    """Return the cells of one Python, or all of them if the last commit changed constraints.txt or pyproject.toml."""
+    """Return the cells of one Python, or all of them if recent commits changed constraints.txt or pyproject.toml."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
-    # Not 0 also if there is no commit before.
-    if git("diff", "--quiet", "HEAD~1", "--", "constraints.txt", "pyproject.toml").returncode:
+    # Not 0 also in a clone without that many commits.
+    if git("diff", "--quiet", f"HEAD~{NUM_RECENT_COMMITS}", "--", "constraints.txt", "pyproject.toml").returncode:
         return CELLS
     turn = int(git("rev-list", "--count", "HEAD").stdout) % len(PYTHONS)
     return [cell for cell in CELLS if cell.python == PYTHONS[turn]]

@@ -401,7 +401,7 @@ def test_a_run_dir_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks, tiny: 
         ({"tables": {"user": "table_wise"}}, "'item' is not placed"),
         ({"tables": {"*": "table_whise"}}, "table_wise"),
         ({"tables": {"*": {"sharding": "hot_replicated"}}}, "hot_rows must be in 1.."),
-        ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [5, 0]}}}, "outside 0..1"),
+        ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [5, 0]}}}, "in 0..1, got [5]"),
         (
             {"devices_per_host": 1, "tables": {"*": {"sharding": "table_row_wise", "ranks": [0, 1]}}},
             "must be on one host",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import numpy as np
@@ -12,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instruction_sets import each_core
 from meseta.measure.threads import use_num_threads
 from meseta.ops import quantize
-from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows, reference
 from meseta.spec import MesetaError
 
@@ -174,9 +173,7 @@ def test_every_instruction_set_gives_the_same_bytes(row_format: RowFormat, monke
     kinds = ["normal", "outliers", "few values", "grid", "edges"]
     cases = [make(seed, 50, 1 + seed * 9, 1.0, 0.5, dtype, kinds[seed]) for seed in range(5) for dtype in TYPES]
     outcomes = set()
-    for name in list(MODULES)[list(MODULES).index(instruction_set()) :]:
-        module = importlib.import_module(MODULES[name])
-        monkeypatch.setattr(quantize, "core", lambda module=module: module)
+    for _ in each_core(quantize, monkeypatch):
         codes = [quantize_rows(rows, row_format, adaptive=True) for rows in cases]
         back = [restore(part, row_format, rows.shape[1]) for part, rows in zip(codes, cases, strict=True)]
         outcomes.add(b"".join(x.numpy().tobytes() for x in codes + back))

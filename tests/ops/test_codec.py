@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec_cases import NAMES, Case, check_decode, check_encode, decode_case, make_case, same_as_reference
+from instruction_sets import each_core
 from meseta.measure.threads import use_num_threads
 from meseta.ops import codec as package
 from meseta.ops.codec import HalfRange, StochasticRounding, decode_columns, encode_columns, reference, rounding_key
 from meseta.ops.codec.layout import pack_layouts
-from meseta.ops.core import MODULES, instruction_set
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CODECS
 
@@ -140,9 +139,7 @@ def test_rounding_keys() -> None:
 
 def test_every_instruction_set_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = set()
-    for name in list(MODULES)[list(MODULES).index(instruction_set()) :]:
-        module = importlib.import_module(MODULES[name])
-        monkeypatch.setattr(package, "core", lambda module=module: module)
+    for _ in each_core(package, monkeypatch):
         outcome = []
         for seed, code in enumerate(NAMES * 6):
             case = make_case(seed, code, 40, (33, 1, 0, 70, 16)[: seed % 5 + 1], drawn=seed % 2 == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instruction_sets import each_core
 from meseta.ops import dot_interaction as operator
-from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.dot_interaction import dot_interaction, reference
 from meseta.spec import MesetaError
 
@@ -80,12 +79,8 @@ def test_same_bits_for_any_threads_and_instruction_set(
     shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_problem = problem(*shape, dtype)
-    modules = list(MODULES.items())
-    modules = modules[[name for name, _ in modules].index(instruction_set()) :]
     results = []
-    for _, name in modules:
-        module = importlib.import_module(name)
-        monkeypatch.setattr(operator, "core", lambda module=module: module)
+    for _ in each_core(operator, monkeypatch):
         for num_threads in (1, 2, 3):
             monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
             results.append(run(*given_problem))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instruction_sets import each_core
 from meseta.ops import mlp as operator
-from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.mlp import mlp, reference
 from meseta.spec import MesetaError
 
@@ -82,10 +81,7 @@ def test_bias_gradients_are_sums_of_blocks_of_256(
         for row in block:
             total = total + row
         expected = expected + total
-    modules = list(MODULES.items())
-    for _, name in modules[[name for name, _ in modules].index(instruction_set()) :]:
-        module = importlib.import_module(name)
-        monkeypatch.setattr(operator, "core", lambda module=module: module)
+    for _ in each_core(operator, monkeypatch):
         for num_threads in (1, 2, 3):
             monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
             changed = gradient.clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from instruction_sets import each_core
 from meseta.ops import pooled_lookup as package
-from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.pooled_lookup import pooled_lookup, reference
 from meseta.spec import MesetaError
 
@@ -177,9 +176,7 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
 
 def test_all_instruction_sets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = set()
-    for name in list(MODULES)[list(MODULES).index(instruction_set()) :]:
-        module = importlib.import_module(MODULES[name])
-        monkeypatch.setattr(package, "core", lambda module=module: module)
+    for _ in each_core(package, monkeypatch):
         outcome = []
         for dtype in TYPES[:3]:
             for seed, dims in enumerate([[16, 64, 1], [33, 128], [300, 20]]):

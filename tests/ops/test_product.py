@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from typing import Any
 
@@ -12,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instruction_sets import each_core
 from meseta.ops import product as operator
-from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.product import batched_product, product
 from meseta.ops.sums import softmax
 from meseta.spec import MesetaError
@@ -41,12 +40,11 @@ def test_products_of_small_integers_are_exact(
     a, b = laid(small_integers(items, rows, terms), order), laid(small_integers(items, terms, columns), other)
     bias = small_integers(columns) if with_bias else None
     expected = (a.double() @ b.double()).long() + (0 if bias is None else bias)
-    names = list(MODULES)
-    for dtype, name in itertools.product(DTYPES, names[names.index(instruction_set()) :]):
+    for dtype in DTYPES:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operator, "core", lambda name=name: importlib.import_module(MODULES[name]))
-            out = torch.ops.meseta.product(a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype))
-        assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
+            for _ in each_core(operator, patch):
+                out = torch.ops.meseta.product(a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype))
+                assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
 
 
 @pytest.mark.skipif(not operator._onednn_has_kernels(), reason="oneDNN has no kernels for this processor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import numpy as np
@@ -12,21 +11,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.core import MODULES, instruction_set
+from instruction_sets import SUPPORTED, load_core
 from meseta.ops.random_rows import reference
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
-BUILDS = list(MODULES)[list(MODULES).index(instruction_set()) :]
 TYPES = {torch.bfloat16: (16, -133), torch.float16: (13, -24)}
 """Bits that a float32 loses, and the exponent of the smallest number."""
 KEY, STEP, FIRST_ROW, FIRST_COLUMN = 0x9876543210FEDCBA, 0xFFFFFFF0, 2**32 - 700, 48
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(params=SUPPORTED)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module(MODULES[request.param])
+    module = load_core(request.param)
     monkeypatch.setattr("meseta.ops.row_update.core", lambda: module)
     return module
 
@@ -105,9 +103,9 @@ def test_all_random_bits_meet_a_value_between_two_numbers(build: ModuleType, dty
         assert random.unique().numel() > 64000
 
 
-@example(build=BUILDS[-1], key=0, first=(0, 1), shape=(1, 1024))  # 256 counters, of whose first a word is skipped
+@example(build=SUPPORTED[-1], key=0, first=(0, 1), shape=(1, 1024))  # 256 counters, of whose first a word is skipped
 @given(
-    build=st.sampled_from(BUILDS),
+    build=st.sampled_from(SUPPORTED),
     key=st.integers(0, 2**64 - 1),
     first=st.tuples(st.integers(0, 2**33), st.integers(0, 300)),
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70) | st.integers(1000, 1100)),
@@ -115,5 +113,5 @@ def test_all_random_bits_meet_a_value_between_two_numbers(build: ModuleType, dty
 def test_random_words_of_every_build(build: str, key: int, first: tuple[int, int], shape: tuple[int, int]) -> None:
     rows, columns = (first[0], first[0] + shape[0]), (first[1], first[1] + shape[1])
     got = np.empty(shape, dtype=np.int64)
-    importlib.import_module(MODULES[build]).random_bits(key, rows[0], columns[0], got, 1)
+    load_core(build).random_bits(key, rows[0], columns[0], got, 1)
     assert torch.equal(torch.from_numpy(got), reference.random_bits(key, rows, columns, "cpu"))

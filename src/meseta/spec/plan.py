@@ -22,7 +22,7 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
 
     Shards must start at multiples of `COLUMN_BLOCK` columns, and their row ranges must be equal or disjoint.
     """
-    # The checks below take quadratic time, so they only run to find out what is wrong.
+    # Valid plans return here. The checks below take quadratic time, and report the shard that breaks a rule.
     if _is_tiling(table, entry.shards):
         return
     where = f"plan: table {table.name!r} ({entry.sharding})"

@@ -109,6 +109,7 @@ def shard_table(
 
     Row shards are contiguous, and column shards consist of blocks of 16 columns. If there are fewer rows or blocks than
     ranks (for grid, than hosts), the last ranks get no shard.
+    Raises MesetaError if `ranks` is empty, table_wise has several ranks, or `hot_rows` does not fit the sharding type.
 
     Args:
         table: Table to shard.
@@ -117,9 +118,6 @@ def shard_table(
         num_ranks: For hot_replicated, number of ranks that replicate the hot rows. `None` means `ranks`.
         devices_per_host: For grid, number of ranks per host. `None` means that all ranks share one host.
         hot_rows: For hot_replicated, number of replicated rows.
-
-    Raises:
-        MesetaError: If `ranks` is empty, table_wise has several ranks, or `hot_rows` is invalid for the sharding type.
     """
     where = f"plan: table {table.name!r} ({sharding})"
     if not ranks:
