@@ -64,12 +64,12 @@ def test_a_thousand_tables_and_a_chain_of_eight(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == manifest == json.loads((tmp_path / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("limit", ["MOST_DELTAS", "DOCUMENT_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_DELTAS", "MAX_DOCUMENT_BYTES"])
 def test_a_whole_one_comes_before_a_manifest_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     run = Run(tmp_path, plain_plan(SPECS, 1, "table_wise"), deltas="consecutive", max_chain=9, keep_last=99)
-    monkeypatch.setattr(policy, limit, {"MOST_DELTAS": 3, "DOCUMENT_BYTES": 10_000}[limit])
+    monkeypatch.setattr(policy, limit, {"MAX_DELTAS": 3, "MAX_DOCUMENT_BYTES": 10_000}[limit])
     for step in range(1, 10):
         run.train(step)
         assert run.save(step) == [None]

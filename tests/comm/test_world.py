@@ -15,7 +15,7 @@ from meseta.comm.world import _bind_to_cpu_share
 from meseta.measure.threads import use_num_threads
 from meseta.spec import MesetaError
 
-PASSES = SimpleNamespace(local_share=1.0, is_part=False, kept_dense=[])
+PASSES = SimpleNamespace(local_share=1.0, is_part=False, accumulated_dense=[])
 
 
 def test_collectives_of_one_rank_return_their_input() -> None:

@@ -14,11 +14,11 @@ from source_tree import SOURCE
 
 
 def asked() -> list[tuple[str, str]]:
-    """(file and line, method) of every call of `ask` with a name."""
+    """(file and line, method) of every call of `call` with a name."""
     found = []
     for path in sorted((SOURCE / "measure").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "ask":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "call":
                 for argument in node.args[:1]:
                     if isinstance(argument, ast.Constant):
                         found.append((f"{path.name}:{node.lineno}", str(argument.value)))

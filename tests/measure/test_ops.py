@@ -46,7 +46,7 @@ def test_nothing_is_measured_when_the_gate_is_red(monkeypatch: pytest.MonkeyPatc
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def ask(self, method: str, **arguments: Any) -> list[str]:
+        def call(self, method: str, **arguments: Any) -> list[str]:
             return ["lookup differs by 1"]
 
     monkeypatch.setattr(ops, "WorkerGroup", Red)

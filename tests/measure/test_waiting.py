@@ -72,7 +72,7 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, runtime: object, num_threads: int) -> None:
             Spare.alive += 1
 
-        def end(self) -> None:
+        def stop(self) -> None:
             Spare.alive -= 1
 
     def wait_for(count: int) -> None:
@@ -81,7 +81,7 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.005)
         assert Spare.alive == count
 
-    for name, value in (("processor_s", reading), ("SpareTeam", Spare), ("PERIOD_S", 0.01), ("_runtime", object)):
+    for name, value in (("read_cpu_time", reading), ("OversubscriptionThreads", Spare), ("POLL_INTERVAL_S", 0.01), ("_find_libgomp", object)):
         monkeypatch.setattr(cpu_contention, name, value)
     for name, text in WAIT_POLICY.items():
         monkeypatch.setenv(name, text)

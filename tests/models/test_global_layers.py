@@ -156,7 +156,7 @@ def test_threads_change_no_bit(options: MLPOptions) -> None:
 def test_a_hidden_layer_is_linear_norm_relu_dropout(relu_last: bool) -> None:
     options = MLPOptions(dropout=0.5, batch_norm=True, seed=9)
     stack = MLP([3, 6, 5, 2], relu_last=relu_last, options=options, name="deep").double()
-    assert [type(m).__name__ for m in stack.norms] == ["BatchNorm"] * 2
+    assert [type(m).__name__ for m in stack.norms] == ["SyncBatchNorm"] * 2
     for parameter in stack.parameters():
         nn.init.normal_(parameter)
     data, batch = torch.randn(20, 3, dtype=torch.float64), one_rank(20, step=4)

@@ -175,8 +175,8 @@ def encode(**changed: Any) -> None:
         ({"out": torch.zeros(2, 6)}, "the encoded matrix is torch.float32"),
         ({"out": torch.zeros(6, 2, dtype=torch.uint8).t()}, "with strides"),
         ({"out": torch.zeros(13, dtype=torch.uint8)[1:].view(2, 6)}, "at an even address"),
-        ({"half": HalfRange(127)}, "exponent 127 must be in -126..126"),
-        ({"half": HalfRange(0, torch.zeros(1))}, "overflows are torch.float32"),
+        ({"half_range": HalfRange(127)}, "exponent 127 must be in -126..126"),
+        ({"half_range": HalfRange(0, torch.zeros(1))}, "overflows are torch.float32"),
         ({"rounding": StochasticRounding((2**64,), (0,), 0)}, "key 18446744073709551616 must be in"),
         ({"rounding": StochasticRounding((1, 2), (0,), 0)}, "rounding has 3 keys and columns for 1 pieces"),
         (

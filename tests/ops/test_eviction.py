@@ -98,7 +98,7 @@ def test_what_was_asked_for_often_long_ago_leaves() -> None:
         lambda p: p.touch(torch.tensor([4]), torch.tensor([0]), 1),
         lambda p: p.touch(torch.tensor([-1]), torch.tensor([0]), 1),
         lambda p: p.admit(torch.tensor([4]), torch.tensor([3])),
-        lambda p: p.choose(1, torch.arange(3), torch.zeros(3, dtype=torch.int32)),
+        lambda p: p.choose_victims(1, torch.arange(3), torch.zeros(3, dtype=torch.int32)),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any) -> None:

@@ -50,13 +50,13 @@ def test_it_ends(file: int) -> None:
 
 @pytest.mark.parametrize("place", [4, 4088, 4096, 1 << 40])
 def test_places_outside_are_refused(file: int, place: int) -> None:
-    with pytest.raises(ValueError, match="begin_heartbeat"):
+    with pytest.raises(ValueError, match="start_heartbeat"):
         start_heartbeat(file, place)
 
 
 def test_what_is_no_file_is_refused() -> None:
     reader, writer = os.pipe()
-    with pytest.raises(ValueError, match="too short for this place, or is none"):
+    with pytest.raises(ValueError, match="too short for this offset, or is none"):
         start_heartbeat(reader, 0)
     os.close(reader)
     os.close(writer)

@@ -116,10 +116,10 @@ def test_numpy_gives_what_torch_does() -> None:
 
 def test_the_order_of_pieces_is_nothing(learned: tuple) -> None:
     model, _, measured = learned
-    own = max(measured, key=lambda one: len(one.pieces))
-    examples = make_examples([own, replace(own, pieces=own.pieces[::-1])], model, 0)
-    assert examples.shard_features is not None and examples.shard_shares is not None and len(own.pieces) > 8
-    network, one = model.neural.lookup, np.zeros(len(own.pieces), np.int64)
+    own = max(measured, key=lambda one: len(one.shards))
+    examples = make_examples([own, replace(own, shards=own.shards[::-1])], model, 0)
+    assert examples.shard_features is not None and examples.shard_shares is not None and len(own.shards) > 8
+    network, one = model.neural.lookup, np.zeros(len(own.shards), np.int64)
     both = [
         rank_corrections(
             network, examples.shard_features[k], examples.shard_shares[k], one, examples.features[k : k + 1]

@@ -8,15 +8,15 @@ HEARTBEAT_INTERVAL_S = 1.0
 """Between two beats."""
 
 
-def start_heartbeat(descriptor: int, place: int) -> None:
-    """From now on, each second and at once, write two int64 to byte `place`, a multiple of 8, of an open file: the time
+def start_heartbeat(descriptor: int, offset: int) -> None:
+    """From now on, each second and at once, write two int64 to byte `offset`, a multiple of 8, of an open file: the time
     of CLOCK_MONOTONIC, and the processor time of this process, both in nanoseconds.
 
     The file is mapped, so nothing of a process that is killed is lost; and no lock is needed, so that a beat which does
     not come says that the process does not run: stopped, swapping, or held up by a disk. A second call ends the first
-    one's. A fork of this process has no beat. Raises ValueError where the file has no such place.
+    one's. A fork of this process has no beat. Raises ValueError where the file has no such offset.
     """
-    core().start_heartbeat(descriptor, place, HEARTBEAT_INTERVAL_S)
+    core().start_heartbeat(descriptor, offset, HEARTBEAT_INTERVAL_S)
 
 
 def stop_heartbeat() -> None:

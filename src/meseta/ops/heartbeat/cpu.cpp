@@ -86,11 +86,11 @@ void stop_heartbeat() {
 
 void start_heartbeat(int descriptor, size_t offset, double interval_s) {
   if (offset % sizeof(int64_t) != 0 || !(interval_s > 0) || interval_s > 3600)
-    throw std::invalid_argument("begin_heartbeat: place must be a multiple of 8, and period_s in 0..3600");
+    throw std::invalid_argument("start_heartbeat: offset must be a multiple of 8, and interval_s in 0..3600");
   const off_t size = lseek(descriptor, 0, SEEK_END);
   if (size < 0 || static_cast<size_t>(size) < 2 * sizeof(int64_t) ||
       offset > static_cast<size_t>(size) - 2 * sizeof(int64_t))
-    throw std::invalid_argument("begin_heartbeat: the file is too short for this place, or is none");
+    throw std::invalid_argument("start_heartbeat: the file is too short for this offset, or is none");
   stop_heartbeat();
   active_heartbeat = new Heartbeat(descriptor, offset, interval_s);
 }

@@ -48,7 +48,7 @@ struct TableTarget {
   uint32_t* marks;                // of who asks for changed rows, see mark_rows; or null
   int64_t num_marks;              // words
   uint32_t* log;                  // the number of rows in a log of those to be marked, and the rows; or null
-  int64_t log_capacity;               // rows
+  int64_t log_capacity;           // rows
 
   int64_t row(int64_t at) const { return row_ids == nullptr ? at : row_ids[at]; }
 };
@@ -74,13 +74,13 @@ inline void copy_row(const float* from, int64_t dim, float* to) {
 }
 
 template <typename T>
-class IndexChunk {
+class Chunk {
  public:
   const float* uniforms = nullptr;
 
   // The one of this thread, whose memory is kept from step to step.
-  static IndexChunk& of_thread() {
-    static thread_local IndexChunk chunk;
+  static Chunk& of_thread() {
+    static thread_local Chunk chunk;
     return chunk;
   }
 

@@ -352,8 +352,8 @@ class Executor {
   const RowProgram& program_;
   const TableTarget* target_ = nullptr;
   int64_t dim_ = 0, width_ = 0, capacity_ = 0;
-  void (*fused_)(IndexChunk<T>&) = nullptr;
-  IndexChunk<T>& chunk_ = IndexChunk<T>::of_thread();
+  void (*fused_)(Chunk<T>&) = nullptr;
+  Chunk<T>& chunk_ = Chunk<T>::of_thread();
   Buffer<float> elements_, rows_, spread_, sums_;
 };
 

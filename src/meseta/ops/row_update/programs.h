@@ -6,7 +6,7 @@
 namespace meseta {
 
 template <typename T>
-void sgd(IndexChunk<T>& x) {
+void sgd(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   x.each_element([&](const auto& at) {
     const Vec v0 = at.weight();
@@ -18,7 +18,7 @@ void sgd(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void sgd_momentum(IndexChunk<T>& x) {
+void sgd_momentum(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   x.each_element([&](const auto& at) {
@@ -35,7 +35,7 @@ void sgd_momentum(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void adagrad(IndexChunk<T>& x) {
+void adagrad(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   x.each_element([&](const auto& at) {
@@ -55,7 +55,7 @@ void adagrad(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void rowwise_adagrad(IndexChunk<T>& x) {
+void rowwise_adagrad(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -91,7 +91,7 @@ void rowwise_adagrad(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void adam(IndexChunk<T>& x) {
+void adam(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -126,7 +126,7 @@ void adam(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void adamw(IndexChunk<T>& x) {
+void adamw(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -164,7 +164,7 @@ void adamw(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void rowwise_adam(IndexChunk<T>& x) {
+void rowwise_adam(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -213,7 +213,7 @@ void rowwise_adam(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void lamb(IndexChunk<T>& x) {
+void lamb(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -272,7 +272,7 @@ void lamb(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void rowwise_lamb(IndexChunk<T>& x) {
+void rowwise_lamb(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -345,7 +345,7 @@ void rowwise_lamb(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void lars(IndexChunk<T>& x) {
+void lars(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -385,7 +385,7 @@ void lars(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void ftrl(IndexChunk<T>& x) {
+void ftrl(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -417,7 +417,7 @@ void ftrl(IndexChunk<T>& x) {
 }
 
 template <typename T>
-void rmsprop(IndexChunk<T>& x) {
+void rmsprop(Chunk<T>& x) {
   const Vec u0 = broadcast(x.uniforms[0]);
   const Vec u1 = broadcast(x.uniforms[1]);
   const Vec u2 = broadcast(x.uniforms[2]);
@@ -443,7 +443,7 @@ void rmsprop(IndexChunk<T>& x) {
 template <typename T>
 struct FusedProgram {
   std::vector<int32_t> instructions;
-  void (*run)(IndexChunk<T>&);
+  void (*run)(Chunk<T>&);
 };
 
 template <typename T>
