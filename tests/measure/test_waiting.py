@@ -81,7 +81,12 @@ def test_a_spare_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.005)
         assert Spare.alive == count
 
-    for name, value in (("read_cpu_time", reading), ("OversubscriptionThreads", Spare), ("POLL_INTERVAL_S", 0.01), ("_find_libgomp", object)):
+    for name, value in (
+        ("read_cpu_time", reading),
+        ("OversubscriptionThreads", Spare),
+        ("POLL_INTERVAL_S", 0.01),
+        ("_find_libgomp", object),
+    ):
         monkeypatch.setattr(cpu_contention, name, value)
     for name, text in WAIT_POLICY.items():
         monkeypatch.setenv(name, text)

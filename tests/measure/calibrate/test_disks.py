@@ -19,7 +19,12 @@ from meseta.spec.tiers import StorageOptions
 def test_rates_are_filled_in_and_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MAX_FILE_BYTES": 1 << 25, "RANDOM_READ_WINDOW_S": 0.02, "READS_PER_BATCH": 2000}.items():
         monkeypatch.setattr(disks, name, value)
-    for name, value in {"NUM_ROWS": 1 << 14, "NUM_CACHE_ROWS": 1 << 13, "NUM_ROUNDS": 1, "NUM_STEPS_PER_ROUND": 2}.items():
+    for name, value in {
+        "NUM_ROWS": 1 << 14,
+        "NUM_CACHE_ROWS": 1 << 13,
+        "NUM_ROUNDS": 1,
+        "NUM_STEPS_PER_ROUND": 2,
+    }.items():
         monkeypatch.setattr(row_cache, name, value)
     before, threads = TierCost(cached_share=0.3), torch.get_num_threads()
     found = disks.measure_disk(tmp_path / "new", before, 1, "here", max_reads_per_s=10_000.0)
@@ -53,7 +58,12 @@ def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: p
 
 
 def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"NUM_ROWS": 1 << 14, "NUM_CACHE_ROWS": 1 << 12, "NUM_ROUNDS": 2, "NUM_STEPS_PER_ROUND": 2}.items():
+    for name, value in {
+        "NUM_ROWS": 1 << 14,
+        "NUM_CACHE_ROWS": 1 << 12,
+        "NUM_ROUNDS": 2,
+        "NUM_STEPS_PER_ROUND": 2,
+    }.items():
         monkeypatch.setattr(row_cache, name, value)
     for tier in ("cached", "disk"):
         case = row_cache.RowCacheCase(tier, 2, 16, 512, 64, 128)
