@@ -1,4 +1,4 @@
-"""Predicted misses of row caches, from the request rates of rows and the eviction policy of `meseta.ops.eviction`."""
+"""Predicted misses of row caches, for the eviction policy of `meseta.ops.eviction`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TINY = 1e-300
 def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
     """Return (rows, rates): the number of rows of each class, and the requests of one row per lookup of its table.
 
-    Both arrays have shape [n, K + NUM_TAIL_CLASSES], with the most requested class first. Rare rows, and rows that were
-    never looked up, are taken as the tail of a power law (Zipf). The more frequent rows determine its exponent. If
-    fewer than two classes are frequent, all rare rows are equally likely. If no row is rare, rows that were never
-    looked up are assumed to have no requests.
+    Both arrays have shape [n, K + NUM_TAIL_CLASSES], with the most requested class first.
     """
     n, each = len(classes.num_seen_rows), np.arange(len(classes.num_seen_rows))
     extents, shares, counts = classes.num_rows, classes.lookup_shares, classes.lookups_per_row
+    # Rare rows, and rows that were never looked up, are taken as the tail of a power law (Zipf), whose exponent follows
+    # from the more frequent rows. If there are too few of these, all rare rows are equally likely. If no row is rare,
+    # rows that were never looked up have no requests.
     is_rare = (counts <= MAX_RARE_COUNT) | (extents <= 0.0)
     rows = np.where(is_rare, 0.0, extents)
     rows[each, classes.coldest_index] = np.where(is_rare[each, classes.coldest_index], 0.0, classes.num_seen_rows)
@@ -48,12 +48,9 @@ def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
 
 
 def _zipf_exponents(counts: Floats, rows: Floats) -> Floats:
-    """Return the exponent of the power law of each table [n].
-
-    The row of rank r is requested in proportion to r ** -exponent. The exponent is 0 if fewer than two classes have
-    rows.
-    """
+    """Return the exponent of the power law of each table [n], or 0 if fewer than two classes have rows."""
     exponents = np.zeros(len(rows))
+    # The row of rank r is requested in proportion to r ** -exponent.
     for table, (count, number) in enumerate(zip(counts, rows, strict=True)):
         used = np.flatnonzero(number > 0.0)
         if used.size < 2:
@@ -103,15 +100,13 @@ def cache_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Flo
 
 
 def gamma_cdf(shape: Floats, x: Floats) -> Floats:
-    """Return the probability that a gamma variable of the given shape is below `x`. It is 1 for shape 0.
-
-    The absolute error is at most 0.004.
-    """
+    """Return the probability that a gamma variable of the given shape is below `x`, with an error of at most 0.004."""
     # P(a, x) = P(a + 2, x) + x^a e^-x / Gamma(a + 1) (1 + x / (a + 1)). The first term is the normal approximation of
     # the cube root (E. B. Wilson and M. M. Hilferty, 1931).
     more = shape + 2.0
     z = 3.0 * np.sqrt(more) * (np.cbrt(x / more) - 1.0 + 1.0 / (9.0 * more))
     first = np.exp(shape * np.log(np.maximum(x, _TINY)) - x - _log_gamma(shape + 1.0)) * (1.0 + x / (shape + 1.0))
+    # A variable of shape 0 is always 0.
     return np.where(shape <= 0.0, 1.0, np.clip(_normal_cdf(z) + first, 0.0, 1.0))
 
 

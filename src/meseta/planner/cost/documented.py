@@ -45,12 +45,11 @@ def documented_cost_model(device: DeviceKind) -> CostModel:
 
 
 def _cpu() -> CostModel:
-    """Return the cost model of one thread of an AMD Zen 4 core."""
-    # Lookup, update and hardware cache were fitted to 600 combinations as `meseta calibrate` does, with the median of
-    # three rounds each, 2026-11-22. The other constants were measured on the same machine. A collective of gloo on
-    # loopback takes 0.15 to 0.4 ms. All-to-all reaches 3.4 GB/s and all-reduce 2.3 GB/s. Matrix products run at 103
-    # GFLOP/s in float32 and 225 in bfloat16. A disk reads 95,000 random blocks of 4 KB per second, and 1.2 GB/s
-    # sequentially.
+    # One thread of an AMD Zen 4 core. Lookup, update and hardware cache were fitted to 600 combinations as `meseta
+    # calibrate` does, with the median of three rounds each, 2026-11-22. The other constants were measured on the same
+    # machine. A collective of gloo on loopback takes 0.15 to 0.4 ms. All-to-all reaches 3.4 GB/s and all-reduce 2.3
+    # GB/s. Matrix products run at 103 GFLOP/s in float32 and 225 in bfloat16. A disk reads 95,000 random blocks of 4 KB
+    # per second, and 1.2 GB/s sequentially.
     source = "measured on one thread of an AMD EPYC (Zen 4)"
     fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
     between = Link(

@@ -29,7 +29,7 @@ class Collective:
     received_intra_host: Floats
     received_inter_host: Floats
     reduces: bool = False
-    """Whether it is an all-reduce or a reduce-scatter."""
+    """Whether the collective is an all-reduce or a reduce-scatter."""
     num_calls: int = 1
     """Number of calls per step. The bytes are the total of all calls."""
     algorithm: AllReduceAlgorithm | None = None
@@ -60,26 +60,18 @@ class Collective:
 
 @runtime_checkable  # Tests check arguments with beartype, which requires it.
 class CollectiveCall(Protocol):
-    """Properties of a collective that determine its latency."""
+    """Properties of a `Collective` that determine its latency."""
 
     @property
-    def algorithm(self) -> AllReduceAlgorithm | None:
-        """Algorithm of a reduction, or `None` for other collectives."""
+    def algorithm(self) -> AllReduceAlgorithm | None: ...
 
     @property
-    def num_peers(self) -> tuple[int, int]:
-        """Number of ranks that each rank communicates with, as (same host, other hosts)."""
+    def num_peers(self) -> tuple[int, int]: ...
 
 
 def call_seconds(call: CollectiveCall, both: tuple[Link, Link], topology: Topology, is_far: bool) -> float:
-    """Return the seconds of one call without transfer time: latency and time per peer.
-
-    Args:
-        call: Collective.
-        both: Links (intra-host, inter-host).
-        topology: Hosts and ranks.
-        is_far: Whether data is sent to other hosts.
-    """
+    """Return the seconds of one call over the links (intra-host, inter-host) without transfer time. `is_far` means that
+    data is sent to other hosts."""
     (inside, across), (mates, far_peers) = both, call.num_peers
     spent = mates * inside.peer_s + far_peers * across.peer_s
     if call.algorithm in ("twins", "chain"):
@@ -210,8 +202,7 @@ REPLICA_ITEMS: tuple[TrafficUnit, ...] = ("replica number", "padded replica numb
 def codec_seconds(part: TransferPart, to_owners: bool, cost: ExchangeCost, hosts: int) -> tuple[float, float]:
     """Return the seconds per byte to encode and decode a part, as (owner, requesters).
 
-    The first number applies to the rank or host that owns the rows, and to each rank of a reduction. The second is the
-    total of all requesting ranks.
+    `owner` also applies to each rank of a reduction. `requesters` is the total of all requesting ranks.
     """
     if part.codec.is_lossless:
         return 0.0, 0.0
@@ -271,16 +262,13 @@ def _collective(
 
 
 def _coded_amounts(way: CollectiveKind, amounts: Floats, placement: Placement) -> Floats:
-    """Return the bytes that each rank encodes or decodes [R]. The ranks of a host share the bytes that the host has
-    summed."""
+    """Return the bytes that each rank encodes or decodes [R]. Ranks of a host share the bytes of its sums."""
     if way != "hosts":
         return amounts
     return np.bincount(placement.rank_hosts, amounts)[placement.rank_hosts] / placement.ranks_per_host
 
 
-class _Unpartitioned:
-    """Partitioning of replicas, which are not split."""
-
+class _Unpartitioned:  # Replicas are not split.
     host_row_parts = column_parts = host_column_parts = np.zeros(1, np.int64)
 
 

@@ -1,5 +1,4 @@
-"""Loads of shards in one step: numbers of ids, bags and distinct rows, and bytes. All functions accept many shards at
-once."""
+"""Loads of many shards in one step: numbers of ids, bags and distinct rows, and bytes."""
 
 from __future__ import annotations
 
@@ -32,16 +31,14 @@ _SAMPLE_EXPONENTS = np.linspace(-1.0, 10.0, 45)
 class ShardArrays:
     """Row and column ranges of shards, with one entry per shard [n]."""
 
-    table: Indices
-    """Index of the table in `Workload.tables`."""
+    table: Indices  # index in `Workload.tables`
     first_row: Indices
     stop_row: Indices
     """Exclusive end of the row range."""
     first_column: Indices
     stop_column: Indices
     """Exclusive end of the column range."""
-    tier: Indices
-    """Index of the tier in `TIERS`."""
+    tier: Indices  # index in `TIERS`
     cache_rows: Indices
     """Capacity of the row cache in offloaded tiers, otherwise 0."""
 
@@ -74,18 +71,14 @@ class ShardArrays:
 class ShardLoads:
     """Loads of shards in one step. Arrays have one entry per shard [n], and type float64 unless annotated otherwise."""
 
-    num_features: Floats
-    """Number of features that read the shard."""
+    num_features: Floats  # features that read the shard
     num_ids: Floats
-    """Number of ids that are looked up."""
     num_bags: Floats
-    """Number of pooled bags."""
     num_lengths: Floats
-    """Number of bags of all features, pooled or not. Each has a length that is sent with its ids."""
+    """Number of bags of all features, whose lengths are sent with the ids."""
     num_output_rows: Floats
     """Number of pooled bags, plus number of rows returned to features without pooling."""
-    num_unpooled_features: Floats
-    """Number of features without pooling that read the shard."""
+    num_unpooled_features: Floats  # features that read the shard without pooling
     num_requested_rows: Floats
     """Number of distinct rows per requesting rank and feature, summed over features without pooling."""
     num_distinct_rows: Floats
@@ -95,7 +88,7 @@ class ShardLoads:
     """Number of rows that the lookup reads from device memory, and not from the hardware cache. Rows that share a cache
     line count as one."""
     update_misses: Floats
-    """Number of rows that the update reads from device memory. Rows that share a cache line count as one."""
+    """Number of rows that the update reads from device memory, counted as in `lookup_misses`."""
     update_bytes: Floats
     """Bytes of rows and optimizer states that the update reads and writes, in complete cache lines."""
     update_miss_share: Floats
@@ -105,15 +98,12 @@ class ShardLoads:
     tier_misses: Floats
     """Number of rows that a step fetches from a memory below device memory, and writes back."""
     num_columns: Floats
-    row_bytes: Floats
-    """Stored bytes per row of the shard."""
-    state_bytes: Floats
-    """Bytes of optimizer state per row of the shard."""
+    row_bytes: Floats  # bytes of one row as stored
+    state_bytes: Floats  # bytes of the optimizer state of one row
     element_bytes: Floats
     """Bytes per element of a bag or gradient: 8 if a table has type float64, otherwise 4."""
     num_rows: Floats
-    cache_rows: Floats
-    """Capacity of the row cache in offloaded tiers, otherwise 0."""
+    cache_rows: Floats  # 0 unless the tier is offloaded
     is_half: NDArray[np.bool_]
     """Whether rows are stored in 16 bits."""
     is_unaligned: NDArray[np.bool_]
@@ -122,19 +112,14 @@ class ShardLoads:
     is_staged: NDArray[np.bool_]
     """Whether the update runs in stages, because the shard has only some columns and the optimizer sums over rows."""
     is_frozen: NDArray[np.bool_]
-    """Whether the rows are never updated."""
     num_weights: Floats
-    """Number of id weights that are sent."""
-    optimizer_index: Indices
-    """Index of the row optimizer in `optimizers`."""
-    tier_index: Indices
-    """Index of the tier in `TIERS`."""
+    optimizer_index: Indices  # index in `optimizers`
+    tier_index: Indices  # index in `TIERS`
     optimizers: tuple[str, ...]
-    """Names of the row optimizers of all tables."""
 
     @property
     def stored_bytes(self) -> Floats:
-        """Bytes of rows and optimizer states of each shard."""
+        """Bytes of all rows and optimizer states."""
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_] | slice) -> ShardLoads:
@@ -156,7 +141,6 @@ class WorkloadLoads:
         self.table_index = {table.name: number for number, table in enumerate(tables)}
         """Index of each table in `Workload.tables`, by name."""
         self.optimizers = tuple(dict.fromkeys(table.optimizer.name for table in tables))
-        """Names of the row optimizers of all tables."""
         self.num_rows = np.array([t.num_embeddings for t in tables], np.int64)
         self.dims = np.array([t.embedding_dim for t in tables], np.int64)
         self.value_bytes = np.array([value_bytes(t) for t in tables], np.float64)
@@ -309,9 +293,10 @@ class WorkloadLoads:
     ) -> Floats:
         """Return the number of samples whose rows fit together into the hardware cache of each owner [num_owners].
 
-        It is the number of samples for which an unused row remains in an LRU cache (P. J. Denning, "The working set
-        model for program behavior", Communications of the ACM 11, 1968). `owners` is the owner of each shard [n].
+        `owners` is the owner of each shard [n].
         """
+        # An unused row remains in an LRU cache for this number of samples (P. J. Denning, "The working set model for
+        # program behavior", Communications of the ACM 11, 1968).
         sizes = self.row_bytes(pieces)
 
         def held_bytes(num_samples: float) -> Floats:
@@ -350,8 +335,7 @@ class WorkloadLoads:
         state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
         return columns * self.value_bytes[t], state
 
-    def _rows_by_class(self, pieces: ShardArrays, extents: Floats) -> Floats:
-        """Return the number of rows of each class in each shard [n, K]."""
+    def _rows_by_class(self, pieces: ShardArrays, extents: Floats) -> Floats:  # [n, K]
         t = pieces.table
         proportional = extents * (pieces.num_rows / self.num_rows[t])[:, None]
         if not self.is_frequency_sorted[t].any():
@@ -391,7 +375,6 @@ class WorkloadLoads:
 
     @cached_property
     def _request_rates(self) -> tuple[Floats, Floats]:
-        """Number of rows of each class of each table, and requests of one row per lookup of its table."""
         return request_rates(self.row_classes)
 
 

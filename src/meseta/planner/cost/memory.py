@@ -1,5 +1,4 @@
-"""Predicted memory of each rank in each phase of a run. Searches, checks before a run, background saves and reports use
-it. Arrays of shape [R] have one entry per rank."""
+"""Predicted memory of each rank in each phase of a run. Arrays of shape [R] have one entry per rank."""
 
 from __future__ import annotations
 
@@ -55,19 +54,16 @@ MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "
 MEMORY_PARTS: tuple[MemoryPart, ...] = (
     "tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process",
 )  # fmt: skip
-"""Uses of memory, see the comments above."""
 DENSE_COPIES = 4
 """Number of copies of each dense parameter: parameter, gradient and the two moments of Adam. Other optimizers need
 fewer."""
-# Row and position, twice, and the bag.
+# While an update sorts ids: row and position, twice, and the bag.
 SORT_BYTES_PER_ID = 24
-"""Temporary memory per id while an update sorts ids."""
 MAX_FRAME_BYTES = 16384
-"""Maximum size of a block's file in addition to its rows."""
+"""Maximum number of bytes in a block's file in addition to its rows."""
 # Runs with 1 GB of tables on one and two ranks used 0 to 52 MB according to /proc (tests/train/test_phases.py).
 PROCESS_OVERHEAD_BYTES = 64 << 20
-"""Memory of a rank that is not predicted otherwise: thread stacks, memory that allocators retain, and results of an
-evaluation."""
+"""Memory of thread stacks, evaluation results, and free blocks that allocators retain."""
 # Measured in the same runs: 8 to 85 of 239 MB on two ranks.
 ALLOCATOR_RETAINED_SHARE = 0.5
 """Share of a background save's memory that allocators retain after the save."""
@@ -76,9 +72,9 @@ MemoryBytes = Mapping[Phase, Mapping[Memory, Floats]]
 MemoryPartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
 
 
+# Changed rows, rows of the save, and a set for counting them.
 NUM_ROW_SETS = 3
-"""Number of row sets, with one bit per row, of a delta checkpoint: changed rows, rows of the save, and a set for
-counting them."""
+"""Number of row sets, with one bit per row, in memory during a delta checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,28 +97,27 @@ class RunBytes:
     """Bytes of the dense part on each rank, including gradients and moments. `None` assumes `DENSE_COPIES` copies of
     each parameter."""
     step_bytes: int | None = None
-    """Peak bytes of a rank's micro-batch in the forward and backward pass: bags, activations, their gradients, and
-    prefetched embeddings. `None` derives them from the workload."""
+    """Peak bytes of a rank's micro-batch: bags, activations, their gradients, and prefetched embeddings. `None` derives
+    them from the workload."""
     evaluation_bytes: int | None = None
     """Peak bytes of a rank's batch during evaluation, which has no backward pass. `None` derives them from the
     workload."""
     eval_batch_size: int | None = None
     """Number of samples in an evaluation batch, over all ranks. `None` means the batch size of training."""
     num_micro_batches: int = 1
-    """Number of micro-batches per step."""
     reading_bytes: int = 0
     """Host memory of each rank for decoded windows and batches that are read ahead."""
     process_bytes: int = 0
-    """Remaining memory of each rank's process, see `PROCESS_OVERHEAD_BYTES`."""
+    """Other memory of each rank, see `PROCESS_OVERHEAD_BYTES`."""
     has_deltas: bool = False
     """Whether checkpoints are delta checkpoints, or store encoded rows."""
     saves_during_training: bool = False
     """Whether checkpoints are written in the background if that needs no copy of a table."""
     saves_from_copies: bool = False
-    """Whether checkpoints are written in the background from copies of the tables, which are kept. See `copy_bytes`."""
+    """Whether background saves copy the tables, see `copy_bytes`. The copies are kept."""
     storage: StorageOptions | None = None
     """Sizes of row caches for which the plan has no `cache_rows`. `None` assumes a default share of the rows, and saves
-    that read no rows from a disk."""
+    without disk reads."""
 
 
 def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
@@ -134,14 +129,14 @@ def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
 
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
-    """Return the host memory for the copies of a rank's shards that a background save makes. Shards on a disk are not
-    copied, because a save reads a frozen view of their files."""
+    """Return the bytes that a background save copies of a rank's shards to host memory. Shards on a disk are not
+    copied."""
+    # A save reads a frozen view of row files.
     return sum(sum(row_and_state_bytes(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
 
 def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int, kind: SaveKind | None = None) -> int:
-    """Return the maximum host memory of a rank during a save or load: blocks that are exchanged and written, or blocks
-    that are read.
+    """Return the maximum host memory of a rank for blocks of checkpoints during a save or load.
 
     Args:
         tables: All tables.
@@ -191,7 +186,7 @@ def _file_part_bytes(num_rows: int, record_bytes: int, block_bytes: int) -> int:
 def plan_memory_bytes(
     plan: Plan, workload: Workload, per_host: int, run: RunBytes | None = None, *, is_cpu: bool = False
 ) -> MemoryPartBytes:
-    """Return the bytes of each rank [R] by phase, memory and use, for a plan on hosts with `per_host` ranks. See
+    """Return the bytes of each rank [R] by phase, memory and use, with `per_host` ranks per host. See
     `memory_bytes`."""
     loads = WorkloadLoads(workload)
     room = CacheOptions() if run is None or run.storage is None else CacheOptions(run.storage)
@@ -207,12 +202,9 @@ class PlanLoads:
 
     placement: Placement
     sharded: ShardLoads
-    """Loads of the shards with one owner."""
     replicated: ShardLoads
-    """Loads of the replicated shards."""
     workload_loads: WorkloadLoads
     transfers: Sequence[Transfer]
-    """Transfers of a step under the plan."""
     is_cpu: bool = False
     """Whether ranks compute in host DRAM."""
 
@@ -220,8 +212,8 @@ class PlanLoads:
 def memory_bytes(batch: PlanLoads, run: RunBytes | None = None) -> MemoryBytes:
     """Return the bytes of each rank [R] by phase and memory.
 
-    Rows, states and gradients of replicas are exact. Buffers are the peak of one step. They remain reserved between
-    steps. Training continues during a background save, whose copies are kept.
+    Rows, states and gradients of replicas are exact. Buffers are the peak of one step, and remain reserved between
+    steps. Training continues during a background save.
     """
     parts = memory_bytes_by_part(batch, run)
     zeros = np.zeros(batch.placement.num_ranks)
@@ -274,9 +266,10 @@ def received_bytes(
     """Return (input, output) bytes of each shard [n]: received lengths, ids and weights, and embeddings sent to all
     ranks.
 
-    If a codec encodes embeddings, the output includes the unencoded elements. Forwarded data of a hierarchical exchange
-    is counted per shard, so the result is an upper bound that does not depend on the other shards of a host.
+    With a codec, the output includes the unencoded elements. With a hierarchical exchange, the result is an upper bound
+    that does not depend on other shards of the host.
     """
+    # Forwarded data is counted for each shard separately.
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
     answers = shard_transfer_bytes(transfers, ["answers"], load, cut, num_ranks)
@@ -324,7 +317,6 @@ def _save_kind(batch: PlanLoads, run: RunBytes) -> SaveKind:
 
 
 def _copied_bytes(batch: PlanLoads) -> Floats:
-    """Return the bytes of each rank [R] that a background save copies."""
     sharded, replicated = (
         np.where(load.tier_index == TIERS.index(DISK), 0.0, load.stored_bytes)
         for load in (batch.sharded, batch.replicated)

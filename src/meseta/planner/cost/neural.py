@@ -22,17 +22,10 @@ _MIN_S = 1e-9
 
 
 def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_ranks: int) -> tuple[Floats, Floats]:
-    """Return the seconds of (lookup, update) per rank, both [R].
+    """Return the seconds of (lookup, update) per rank, both [R], for shards [n] with one `owner` each.
 
-    Without networks, they are the sums over shards of the predictions of the constants. Networks multiply the sum of a
-    rank's shards in device memory by a correction, which depends on all of these shards. The constants alone predict
-    other tiers, and updates with a row optimizer that the networks are not trained on.
-
-    Args:
-        cost_model: Constants and networks.
-        loads: Loads of the shards [n].
-        owner: Rank that owns each shard [n].
-        num_ranks: Number of ranks.
+    Constants predict the sum over the shards of a rank. Networks multiply the part of shards in device memory by a
+    correction. Updates are corrected only for row optimizers that the networks are trained on.
     """
     neural = cost_model.neural
     pairs = operator_seconds(cost_model, loads)
@@ -64,8 +57,8 @@ def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_r
 def collective_correction(cost_model: CostModel, topology: Topology, own: Collective) -> float:
     """Return the factor by which a network corrects the predicted seconds of a collective.
 
-    It is 1.0 if there is no network for this number of ranks, or if there are several hosts. It is also 1.0 if the
-    topology specifies its intra-host link.
+    It is 1.0 on several hosts, without a network for this number of ranks, and if the topology specifies its intra-host
+    link.
     """
     if cost_model.neural is None or topology.num_hosts > 1 or topology.inside is not None:
         return 1.0
@@ -113,8 +106,8 @@ def rank_inputs(
 
 
 def collective_inputs(own: Collective) -> Floats:
-    """Return the input of the networks for a collective: bytes sent by each rank per call in descending order, maximum
-    received bytes, and whether it is a reduction. Shape [R + 2]."""
+    """Return the input of the networks for a collective [R + 2]: sent bytes per rank and call in descending order,
+    maximum received bytes, and whether it is a reduction."""
     sent, received = own.sent_intra_host / own.num_calls, own.received_intra_host / own.num_calls
     numbers = [*np.sort(sent)[::-1], received.max()]
     return np.array([*np.log2(1.0 + np.array(numbers)), float(own.reduces)])

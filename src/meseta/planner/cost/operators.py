@@ -12,7 +12,7 @@ from meseta.spec.tiers import DISK, HOST, TIERS
 LANES = 16
 """Elements per vector register."""
 LINE_PAIR_BYTES = 128
-"""Size of a pair of cache lines. Memory delivers both lines together, so longer rows cost more."""
+"""Size of a pair of cache lines, which memory delivers together."""
 DISK_BLOCK_BYTES = 512
 """Bytes per disk block, the unit of a read."""
 MAX_READ_GAP_BYTES = 4096
@@ -85,8 +85,7 @@ def update_terms(loads: ShardLoads) -> dict[str, Floats]:
 def operator_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Floats]:
     """Return the seconds of (lookup, update) per shard, both [n].
 
-    The time of a rank is the sum over its shards plus `call_s` of both operators. Transfers between device and host
-    memory are included. Disk time is not included, see `disk_seconds`.
+    The sum over the shards of a rank excludes `call_s`, which applies once, and disk time, see `disk_seconds`.
     """
     lookup, update = cost_model.lookup, cost_model.update
     lookup_s = np.zeros_like(loads.num_ids)
@@ -145,8 +144,7 @@ def disk_seconds(
     """Return the seconds that the disks of a host are busy per fetched row of each shard [n]. The rank computes
     meanwhile.
 
-    Shards outside of tier `disk` have 0. All devices of a host share its disks, while `max_reads_per_s` limits each
-    rank.
+    All devices of a host share its disks, while `max_reads_per_s` limits each rank.
     """
     tiers = cost_model.tiers
     entry = loads.row_bytes + loads.state_bytes + RECORD_OVERHEAD_BYTES

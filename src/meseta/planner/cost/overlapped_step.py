@@ -1,4 +1,4 @@
-"""Exposed time of transfers, and the duration of a step in which transfers overlap with computation."""
+"""Exposed time of transfers, and duration of a step with overlap."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ class TransferCost(NamedTuple):
     seconds: Floats
     """Total seconds of each rank [R], including packing and encoding."""
     link_s: Floats
-    """Seconds that the link of each rank is busy [R]. During the remaining seconds the rank itself packs, encodes and
-    decodes."""
+    """Seconds that the link of each rank is busy [R]. The rank itself packs, encodes and decodes in the remaining
+    seconds."""
 
     @property
     def packing_s(self) -> Floats:
-        """Seconds that each rank spends on packing, encoding and decoding [R]."""
         return self.seconds - self.link_s
 
     def exposed_s(self, hidden_s: float) -> Floats:
@@ -63,7 +62,6 @@ class OverlappedStep:
     """Predicted step in which some transfers overlap with computation."""
 
     step_s: float
-    """Seconds per step."""
     hidden_s: tuple[float, ...]
     """Hidden seconds on the link of each transfer. Negative if the transfer waits for another one on the link."""
 
@@ -71,14 +69,8 @@ class OverlappedStep:
     def from_schedule(
         schedule: Schedule, computed: tuple[Floats, Floats], dense: Mapping[str, float], sent: Sequence[TransferCost]
     ) -> OverlappedStep:
-        """Predict the step of a schedule.
-
-        Args:
-            schedule: Schedule of the step.
-            computed: Seconds of (lookup, update) of each rank, both [R].
-            dense: Seconds of the operations of the dense part, by name.
-            sent: Transfers of the step.
-        """
+        """Predict the step of a schedule from the seconds of (lookup, update) per rank, both [R], of the operations
+        `dense`, and of all transfers."""
         lookup, update = computed
         # The rank with the largest sum of lookup and update determines both times. Each transfer ends with its slowest
         # rank.

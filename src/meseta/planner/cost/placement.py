@@ -32,36 +32,24 @@ class CacheOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Shards of a plan. Sharded arrays have shape [n], with one entry per shard that has one owner."""
+    """Shards of a plan. Arrays of shape [n] have one entry per shard with one owner. See `Partitioning` for numbers of
+    parts."""
 
-    sharded: ShardArrays
-    """Shards with one owner [n]."""
-    owner: Indices
-    """Rank that owns each shard [n]."""
-    host_row_parts: Indices
-    """Number of row ranges with the same columns on the shard's host, if the host sums partial bags. 0 if bags are sent
-    directly to the requesting ranks."""
-    column_parts: Indices
-    """Number of shards that have columns of the same rows [n]."""
-    host_column_parts: Indices
-    """Number of shards on the same host that have columns of the same rows [n]."""
+    sharded: ShardArrays  # shards with one owner [n]
+    owner: Indices  # [n]
+    host_row_parts: Indices  # [n]
+    column_parts: Indices  # [n]
+    host_column_parts: Indices  # [n]
     row_parts: Indices
     """Number of row ranges of the table, including replicated hot rows [n]."""
-    replicated: ShardArrays
-    """Shards with a replica on each rank."""
+    replicated: ShardArrays  # shards with a replica on each rank
     num_ranks: int
     ranks_per_host: int
 
     @staticmethod
     def from_plan(plan: Plan, loads: WorkloadLoads, per_host: int, room: CacheOptions | None = None) -> Placement:
-        """Convert a plan to arrays. The plan must match the tables of `loads`.
-
-        Args:
-            plan: Plan to convert.
-            loads: Tables and features of the workload.
-            per_host: Number of ranks per host.
-            room: Sizes of row caches that the plan does not specify. `None` uses the defaults.
-        """
+        """Convert a plan, which must match the tables of `loads`. `room` sizes the row caches that the plan does not
+        specify."""
         entries: list[tuple[int, ...]] = []
         replicas: list[tuple[int, ...]] = []
         for entry in plan.tables:
@@ -107,8 +95,7 @@ class Placement:
         return np.bincount(self.owner, values, self.num_ranks).astype(np.float64)
 
     @property
-    def rank_hosts(self) -> Indices:
-        """Index of each rank's host [R]."""
+    def rank_hosts(self) -> Indices:  # [R]
         return np.arange(self.num_ranks) // self.ranks_per_host
 
 

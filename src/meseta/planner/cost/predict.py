@@ -35,7 +35,6 @@ class Prediction:
     """Seconds of each component of a step on each rank [R]. The keys are `STEP_COMPONENTS`, and transfers count with
     their exposed time."""
     step_s: float
-    """Seconds of a training step."""
     bottleneck: int
     """Rank with the longest lookup and update together."""
     memory_bytes: MemoryBytes
@@ -45,11 +44,11 @@ class Prediction:
     collective_s: tuple[Floats, ...]
     """Seconds of each collective on each rank [R], including packing, encoding and decoding."""
     link_s: tuple[Floats, ...]
-    """Seconds of each collective on the link of each rank [R], without packing, encoding and decoding."""
+    """Part of `collective_s` without packing, encoding and decoding."""
     exposed_s: tuple[Floats, ...]
     """Seconds that each rank [R] waits for each collective. Equal to `link_s` if nothing overlaps."""
     disk_s: Floats
-    """Seconds per step that the disks of a host are busy for each rank [R], while it trains the previous batch."""
+    """Seconds per step that disks are busy for each rank [R], while it trains the previous batch."""
     cache_misses: Mapping[str, float]
     """Row cache misses per step over all ranks, by offloaded table."""
 
@@ -58,8 +57,7 @@ class Prediction:
         return len(self.seconds["lookup"])
 
     @property
-    def compute_s(self) -> Floats:
-        """Seconds of lookup and update on each rank [R]."""
+    def compute_s(self) -> Floats:  # [R]
         return self.seconds["lookup"] + self.seconds["update"]
 
     @property
@@ -97,17 +95,11 @@ def predict(
     loads: WorkloadLoads | None = None,
     run: RunBytes | None = None,
 ) -> Prediction:
-    """Predict a training step of `workload` under a valid `plan`.
+    """Predict a training step of `workload` on `topology` under a valid `plan`.
 
-    Raises MesetaError if the plan has other ranks or hosts than the topology, or other tables than the workload.
-
-    Args:
-        plan: Plan of the workload's tables.
-        workload: Tables, features and batch size.
-        topology: Hosts, devices and links.
-        cost_model: Constants and networks. `None` uses the documented constants of the device.
-        loads: Loads of `workload`, if they were computed before.
-        run: Memory that a run needs in addition to the plan.
+    Without a cost model, the documented constants of the device are used. `loads` avoids computing the loads of
+    `workload` again. `run` is the memory that a run needs in addition to the plan. Raises MesetaError if the plan has
+    other ranks, hosts or tables.
     """
     _check_topology(plan, topology)
     cost_model = cost_model or documented_cost_model(topology.device)
@@ -162,7 +154,6 @@ def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: floa
 def _disk_seconds(
     placement: Placement, sharded: ShardLoads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
 ) -> Floats:
-    """Return the seconds per step that disks are busy for each rank [R]."""
     limit = None if storage is None else storage.max_reads_per_s
     row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, limit)
     return placement.sum_by_rank(sharded.tier_misses * row_s)
@@ -254,7 +245,6 @@ def _operator_seconds_by_rank(
     cost_model: CostModel,
     topology: Topology,
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of (lookup, update) of each rank, both [R]."""
     totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks)
     if len(replicated.num_ids):
         extra = replica_seconds(loads, placement, cost_model, topology)
@@ -277,7 +267,6 @@ def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel)
 
 
 def _packing_seconds(collective: Collective, cost_model: CostModel) -> Floats:
-    """Return the seconds that each rank packs sent data and unpacks received data [R]."""
     num_bytes = (
         collective.sent_intra_host
         + collective.sent_inter_host

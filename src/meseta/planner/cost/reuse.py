@@ -1,4 +1,4 @@
-"""Expected number of distinct rows that a batch looks up, from the reuse histograms of its tables."""
+"""Expected number of distinct rows in a batch, from reuse histograms."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ _TINY = 1e-12
 class RowClasses:
     """Rows of n tables, divided into K classes of equally frequent rows. The hottest class comes first.
 
-    Unused classes have no rows. The coldest class contains the rows that were looked up least, and all rows that the
-    histogram did not see, because nothing distinguishes them.
+    The coldest class also contains the rows that the histogram did not see. Unused classes have no rows.
     """
 
     num_rows: Floats
-    """Number of rows of each class [n, K]. The classes of a table contain all its rows."""
+    """Number of rows of each class [n, K]. Their sum is the size of the table."""
     lookups_per_row: Floats
     """Lookups per window of one row of the class [n, K]. For the coldest class, of one of its seen rows."""
-    lookup_shares: Floats
-    """Share of the table's lookups in each class [n, K]."""
+    lookup_shares: Floats  # [n, K]
     num_seen_rows: Floats
     """Number of rows of the coldest class that occur in a window [n]."""
-    coldest_index: NDArray[np.int64]
+    coldest_index: NDArray[np.int64]  # [n]
     window_lookups: Floats
     """Number of lookups of the table in a window [n]. Infinite if all rows are equally likely."""
 
@@ -78,13 +76,8 @@ class RowClasses:
 
 
 def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequence[Reuse | None]) -> RowClasses:
-    """Divide the rows of each table into classes.
-
-    Args:
-        num_rows: Number of rows of each table.
-        pooling: Number of ids per sample that each table looks up.
-        reuse: Reuse histogram of each table. `None` means that all rows are equally likely.
-    """
+    """Divide the rows of each table into classes. `pooling` is the number of ids per sample. Without a histogram, all
+    rows are equally likely."""
     n, width = len(num_rows), max((len(histogram.edges) for histogram in reuse if histogram is not None), default=1)
     extents, counts, shares = np.zeros((n, width)), np.zeros((n, width)), np.zeros((n, width))
     seen, coldest = np.zeros(n), np.zeros(n, np.int64)

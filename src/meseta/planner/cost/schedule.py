@@ -33,8 +33,7 @@ EMBEDDINGS, HOST_POOLED_BAGS = "answers", "whole bags"
 ALL_REDUCES = ("replicas", "dense")
 """Transfers of the all-reduce lane, which other transfers may overtake."""
 PACKING_PREFIX = "packing of "
-"""Prefix of the name of a transfer's packing, which the rank does itself: half of it before the transfer starts and
-half after it ends."""
+"""Prefix for the name of a transfer's packing, half of which precedes the transfer, and half follows it."""
 MERGED_TRANSFERS = {"weights": "ids", "weights" + INTRA_HOST_SUFFIX: "ids" + INTRA_HOST_SUFFIX}
 """Transfers that start and end together with another one."""
 BATCH_NORM_TRANSFERS = ("batch norm", GRADIENT_TRANSFERS["batch norm"])
@@ -47,7 +46,7 @@ _RANK, _LAST_ROW_TRANSFER, _LAST_ALL_REDUCE = ("main", 0), ("last of rows", 0), 
 
 
 ScheduleEvent = tuple[str, int]
-"""Event of a schedule. It is the end of a transfer, given by name and instance, or the current position of a rank."""
+"""Event of a schedule: the end of a transfer, by name and instance, or the position of a rank."""
 
 
 class Action(NamedTuple):
@@ -63,14 +62,12 @@ class Action(NamedTuple):
 
     @property
     def end_event(self) -> ScheduleEvent:
-        """Event at which the action ends."""
         return self.name, self.instance
 
 
+# Methods follow the methods of `Pipeline` with similar names.
 @dataclass
 class _ProgramBuilder:
-    """Builder for the list of actions of a step. Its methods follow the methods of `Pipeline` with similar names."""
-
     overlapped: frozenset[Overlap]
     num_micro_batches: int
     is_hierarchical: bool
@@ -245,7 +242,6 @@ class Schedule:
 
     @cached_property
     def timed_names(self) -> tuple[str, ...]:
-        """Names of the actions that take time."""
         return tuple(dict.fromkeys(op.name for op in self.actions if op.kind != "wait"))
 
     def longest_cycle(self, seconds: Floats) -> tuple[Floats, Floats]:
@@ -280,8 +276,8 @@ class Schedule:
         return float(self.longest_cycle(self.duration_array(seconds))[0][0])
 
     def wait_seconds(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds per step that a rank waits for each transfer. The sum of waiting and computation is the
-        step."""
+        """Return the seconds per step that a rank waits for each transfer. Waiting and computation add up to
+        the step."""
         durations, moments = self.duration_array(seconds), self._boundary_events
         step_s = self.longest_cycle(durations)[0][0]
         after = (
@@ -323,7 +319,6 @@ class Schedule:
         return overtaking
 
     def _predecessors(self, op: Action) -> tuple[ScheduleEvent, ...]:
-        """Return the events on the link that a transfer follows."""
         return (
             (_LAST_ROW_TRANSFER,)
             if op.end_event in self._overtaking and op.name not in ALL_REDUCES
@@ -406,8 +401,6 @@ class Schedule:
 
 
 class _LongestPath(NamedTuple):
-    """Longest paths to an event in N cases."""
-
     seconds: Floats
     """Length of each path [N]. -inf if there is no path."""
     visit_counts: Floats
