@@ -1,4 +1,4 @@
-"""Planning: finds the plan with the shortest predicted step."""
+"""Search for the plan with the shortest predicted step."""
 
 from __future__ import annotations
 

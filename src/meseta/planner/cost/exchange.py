@@ -166,7 +166,7 @@ _LOAD_FIELDS: dict[TrafficUnit, str] = {"bag": "num_lengths", "id": "num_ids", "
 OF_HOSTS: dict[TrafficUnit, TrafficUnit] = {
     "host bag": "bag", "host id": "id", "host weight": "weight", "host route": "route", "host row route": "row route",
 }  # fmt: skip
-"""Units that are counted once for all shards of a host with columns of the same rows, and the unit per shard."""
+"""Unit per shard of each unit that is counted once for all shards of a host with columns of the same rows."""
 
 
 def pair_bytes(part: TransferPart, num_ranks: int, per_host: int) -> float:

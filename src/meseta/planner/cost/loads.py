@@ -82,8 +82,8 @@ class ShardLoads:
     num_requested_rows: Floats
     """Number of distinct rows per requesting rank and feature, summed over features without pooling."""
     num_distinct_rows: Floats
-    """Number of distinct rows that the update changes. They are all rows of the shard if the optimizer steps
-    all rows."""
+    """Number of rows that the update changes: the distinct rows of the ids, or all rows if the optimizer steps all
+    rows."""
     lookup_misses: Floats
     """Number of rows that the lookup reads from device memory, and not from the hardware cache. Rows that share a cache
     line count as one."""

@@ -91,7 +91,7 @@ class SaveKind:
 
 @dataclass(frozen=True, kw_only=True)
 class RunBytes:
-    """Memory of a run in addition to its plan and workload. The defaults apply if no run is known."""
+    """Memory of a run in addition to its plan and workload. The defaults apply to a workload without a run."""
 
     dense_bytes: int | None = None
     """Bytes of the dense part on each rank, including gradients and moments. `None` assumes `DENSE_COPIES` copies of

@@ -257,7 +257,7 @@ def _operator_seconds_by_rank(
 
 
 def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:
-    """Return the seconds that each rank computes matrix products of the dense part."""
+    """Return the seconds per rank for the matrix products of the dense part."""
     dense = workload.dense
     if not dense.flops_per_sample:
         return 0.0

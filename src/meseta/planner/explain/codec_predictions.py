@@ -27,7 +27,7 @@ class CodecPrediction:
     inter_host_bytes: float
     """Bytes per step that all ranks send between hosts."""
     is_chosen: bool
-    """Whether the workload has these codecs, and the plan this algorithm."""
+    """Whether the workload uses these codecs and the plan uses this algorithm."""
 
 
 def predict_codecs(planned: PlanResult) -> list[CodecPrediction]:

@@ -40,7 +40,7 @@ def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> li
     for entry in after.tables:
         if entry.table not in tables:
             raise MesetaError(
-                f"plan diff: table {entry.table!r} of the second plan is not in the model; name its config"
+                f"plan diff: table {entry.table!r} of the second plan is not in the model; pass the config of its model"
             )
         rows = num_bytes = 0
         sources = old[entry.table].shards if entry.table in old else ()
@@ -70,7 +70,7 @@ def diff_plans(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> li
 
 
 def _missing_cells(shard: Shard, held: list[Shard]) -> tuple[int, int]:
-    """Return the numbers of (rows, elements) of a shard that its rank does not have yet."""
+    """Return the (rows, elements) of a shard that its rank does not have yet."""
     rows = cells = 0
     for other in held:
         common = min(shard.rows[1], other.rows[1]) - max(shard.rows[0], other.rows[0])

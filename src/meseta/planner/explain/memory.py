@@ -1,4 +1,4 @@
-"""Memory of the machines that a plan is made for, and the ranks that use the most of it."""
+"""Device memory of a topology, and the fullest ranks of a plan."""
 
 from __future__ import annotations
 

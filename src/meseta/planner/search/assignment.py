@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 UNLIMITED = 2**62
 """Memory limit that is not checked."""
 CRITICAL_PATH_SHARE = 0.01
-"""Maximum difference of a critical path to the longest path, relative to the longest path."""
+"""Maximum relative difference between a critical path and the longest path."""
 
 
 @dataclass(frozen=True, kw_only=True)

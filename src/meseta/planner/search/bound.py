@@ -109,7 +109,7 @@ class _OptionLowerBounds:
         return minima
 
     def _min_over_finer(self, longest_s: Floats) -> Floats:
-        """Return the minimum of each option and the next finer option of its scheme [W]."""
+        """Return the minimum over each option and the next finer option of its scheme [W]."""
         # The bound must also hold for numbers of parts between two options.
         problem, finer = self._problem, longest_s.copy()
         families: dict[tuple[object, ...], list[tuple[int, int]]] = {}

@@ -108,7 +108,7 @@ class CacheAllocator:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups. A rank with caches in two memories has two."""
+        """Number of groups. A rank with caches in two memories has two groups."""
         return len(self._group_keys)
 
     @cached_property

@@ -72,7 +72,7 @@ class ShardPartitioning:
     column_parts: Ints  # [n]
     host_column_parts: Ints | Floats  # [n]
     row_parts: Ints
-    """Number of row ranges with one owner."""
+    """Number of row ranges that have one owner."""
     max_host_row_parts: Ints | None = None
     """Upper bound of `host_row_parts`. `None` if `host_row_parts` is exact."""
     max_host_column_parts: Ints | None = None
@@ -91,7 +91,7 @@ class ShardPartitioning:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCosts:
-    """Costs of n shards."""
+    """Costs of n shards in seconds and bytes."""
 
     seconds: Floats  # [n, K]: on the owner
     min_s: Floats

@@ -18,7 +18,7 @@ MIN_GAIN_SHARE = 1e-9
 
 
 def improve_locally(assignment: Assignment, max_rounds: int) -> Assignment:
-    """Improve the assignment in place until no move or swap lowers its cost, or balances it better at equal cost.
+    """Apply moves and swaps to the assignment in place until none lowers its cost, or balances it better at equal cost.
     Returns it."""
     for _ in range(max_rounds):
         if not (_try_move(assignment) or _try_swap(assignment)):
@@ -165,7 +165,7 @@ def _swap_costs(assignment: Assignment, rank: int, ranks: Ints, pieces: Ints, on
 
 
 def _can_swap(assignment: Assignment, units: Ints, ranks: Ints, pieces: Ints, one: int) -> np.ndarray:
-    """Whether memory limits and allowed ranks permit a swap of shard `one` with each shard [n]."""
+    """Return a mask [n] of the shards that memory limits and allowed ranks permit to swap with shard `one`."""
     options, machine = assignment.options, assignment.cluster
     need = options.rank_demand[pieces] - options.rank_demand[pieces[one]]
     rank = ranks[one]

@@ -58,7 +58,7 @@ class OptionCosts:
 
     def pick_cheapest(self, values: Floats, allowed: Mask, strict: Floats) -> Ints:
         """Return the allowed option with the lowest value for each unit [U]. Units without an allowed option get the
-        one with the lowest `strict`."""
+        one with the lowest value in `strict`."""
         worst = 2.0 * np.abs(values).max(initial=1.0) + 1.0
         scale = worst / max(float(strict.max(initial=0.0)), 1e-30)
         values = np.where(allowed, values, worst + strict * scale)
