@@ -79,7 +79,7 @@ class ShardingOptions:
     """Unit of each option, in ascending order [W]."""
     first_shard: Ints
     """Index of the first shard of each option, followed by the total number of shards [W + 1]."""
-    # All shards of a block are on different ranks.
+    # Shards of a block, or of an option without blocks, are on different ranks.
     block_size: Ints
     """Number of consecutive shards that must share a host [W]. 0 means no restriction."""
     common_seconds: Floats  # [W, K]: on all ranks

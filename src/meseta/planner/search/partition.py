@@ -33,20 +33,14 @@ def place_greedily(
         choice: Option of each unit, int64 [U].
         score: Score of ranks. `None` means the seconds of the units placed so far.
     """
+    # R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), with memory limits.
     assignment, left = place_units(
-        # R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), with memory limits.
-        Assignment(options, machine, choice),
-        choice,
-        order_by_seconds(options, choice),
-        score or BusySeconds(),
+        Assignment(options, machine, choice), choice, order_by_seconds(options, choice), score or BusySeconds()
     )
+    # If a unit does not fit, start again in descending order of bytes, on the emptiest ranks.
     if left:
         assignment, left = place_units(
-            # If a unit does not fit, start again in descending order of bytes, on the emptiest ranks.
-            Assignment(options, machine, choice),
-            choice,
-            order_by_bytes(options, choice),
-            UsedBytes(),
+            Assignment(options, machine, choice), choice, order_by_bytes(options, choice), UsedBytes()
         )
     return None if left or not assignment.fits() else assignment
 
