@@ -130,7 +130,7 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
     output_of("train", "--data", "log.csv", *settings)
     Path("runs/log/notes.txt").write_text("mine")
     refusal = error_of("train", "--data", "log.csv", "--sparse", "a", *settings)
-    assert 'the option sparse was [] and is ["a"] now' in refusal and "--force prepares it again" in refusal
+    assert 'the option sparse was [] and is ["a"] now' in refusal and "use --force to prepare it again" in refusal
     output_of("train", "--data", "log.csv", "--sparse", "a", "--ignore", "b", "--force", *settings)
     dataset = Dataset.load("runs/log/data")
     assert [feature.name for feature in dataset.sparse] == ["a"] and not dataset.dense

@@ -255,7 +255,7 @@ def test_stray_quotes_never_cut_a_field(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_options_and_schema_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match="exclude each other"):
+    with pytest.raises(MesetaError, match="--schema cannot be used with"):
         PrepareOptions(sources=["x"], out=tmp_path, schema=tmp_path / "s", label="a")
 
 

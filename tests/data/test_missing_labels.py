@@ -72,11 +72,11 @@ def test_other_missing_values_and_wrong_counts_are_faults(tmp_path: Path) -> Non
     document["splits"]["train"]["known"]["click"] -= 1
     description.write_text(json.dumps(document))
     [fault] = check_dataset(tmp_path / "out").faults
-    assert "samples have label 'click'" in str(fault)
+    assert "samples must have label 'click'" in str(fault)
     del document["splits"]["train"]["known"]
     description.write_text(json.dumps(document))
-    assert {"there must be no missing values"} == {fault.rule for fault in check_dataset(tmp_path / "out").faults}
-    with pytest.raises(MesetaError, match="column 'click' holds no value"):
+    assert {"values must not be missing"} == {fault.rule for fault in check_dataset(tmp_path / "out").faults}
+    with pytest.raises(MesetaError, match="column 'click' has a missing value"):
         list(Reader(tmp_path / "out", "train", ReaderOptions(batch_size=8)).epoch())
 
 

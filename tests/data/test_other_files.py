@@ -533,7 +533,7 @@ def test_recipes_make_the_rows_or_refuse_to_shuffle(tmp_path: Path, name: str) -
         )
     else:
         with pytest.raises(
-            MesetaError, match=r"log.* is compressed, or not in UTF-8, so its rows can be read in order alone"
+            MesetaError, match=r"log.* is compressed, or not in UTF-8, so its rows can only be read in order"
         ):
             list(Reader(made, "train", shuffled).epoch())
 
@@ -551,5 +551,5 @@ def test_new_rows_of_other_kinds(tmp_path: Path) -> None:
         expected = expected or parts(out)
         assert parts(out) == expected
     path.write_bytes(json_bytes(rows).replace(b"city", b"town"))
-    with pytest.raises(MesetaError, match="lacks 'city'; the model was trained on all features"):
+    with pytest.raises(MesetaError, match="lacks 'city'; the model needs all features"):
         prepare_like(PrepareLikeOptions(sources=[str(path)], out=tmp_path / "none", like=earlier.dir))

@@ -305,7 +305,9 @@ def test_new_rows_in_folders_and_in_a_file(tmp_path: Path, kind: str) -> None:
         "source": ["web"] * len(ordered),
         "city": [row["city"] for row in ordered],
     }
-    with pytest.raises(MesetaError, match="lacks 'country'; files of the earlier dataset were in folders 'country="):
+    with pytest.raises(
+        MesetaError, match="lacks 'country'; the files of the earlier dataset were in folders 'country="
+    ):
         prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/new/source=web/date=2026-01-01/country=ES/part.{kind}"],
                                  out=tmp_path / "x", like=tmp_path / "out"))  # fmt: skip
 
@@ -333,7 +335,7 @@ def test_a_prepared_folder_knows_which_folders_made_columns(tmp_path: Path) -> N
     prepare(PrepareOptions(sources=[f"{tmp_path}/logs"], **options))
     assert load_prepared(PrepareOptions(sources=[f"{tmp_path}/logs"], **options)) is not None
     files = sorted(map(str, (tmp_path / "logs").rglob("*.csv")))
-    with pytest.raises(MesetaError, match="has changed since"):
+    with pytest.raises(MesetaError, match="has changed"):
         load_prepared(PrepareOptions(sources=files, **options))
     record = parse_json((tmp_path / "out" / PREPARE_RECORD_FILE).read_bytes())
     for entry in record["sources"].values():

@@ -74,12 +74,12 @@ def test_missing_empty_doubled_and_mixed_sources(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_bytes(gzip.compress(b""))
     refuse(tmp_path, "expected 40|holds no rows")
     write_tsv(tmp_path / "log.tsv", GOOD)
-    refuse(tmp_path, "given twice", "log.tsv", "*.tsv")
+    refuse(tmp_path, "listed twice", "log.tsv", "*.tsv")
     (tmp_path / "folder").mkdir()
     refuse(tmp_path, "is a folder without files", "folder")
     refuse(tmp_path, "no source is left for training", "log.tsv", test_files=[f"{tmp_path}/log.tsv"])
     pq.write_table(pa.table({"label": [0.0], "c": ["x"]}), tmp_path / "log.parquet")
-    refuse(tmp_path, "one kind at a time", "log.*")
+    refuse(tmp_path, "one format at a time", "log.*")
 
 
 def test_truncated_files(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_existing_folder_needs_force(tmp_path: Path) -> None:
     write_tsv(tmp_path / "log.tsv", GOOD)
     run(tmp_path, "log.tsv")
     before = (tmp_path / "out" / "dataset.json").read_bytes()
-    with pytest.raises(MesetaError, match="exists; choose another --out, or --force"):
+    with pytest.raises(MesetaError, match="exists; choose another --out, or replace it with --force"):
         run(tmp_path, "log.tsv")
     run(tmp_path, "log.tsv", force=True, seed=1)
     assert (tmp_path / "out" / "dataset.json").read_bytes() != before
@@ -124,7 +124,7 @@ def test_only_our_own_leftover_is_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "out.tmp"
     leftover.mkdir()
     (leftover / "precious").touch()
-    with pytest.raises(MesetaError, match="was not made by prepare"):
+    with pytest.raises(MesetaError, match="must not exist, because prepare did not make it"):
         run(tmp_path, "log.tsv")
     assert (leftover / "precious").exists()
     (leftover / "meseta-prepare-unfinished.json").touch()

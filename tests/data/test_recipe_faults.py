@@ -88,13 +88,13 @@ def test_rows_that_are_others_although_nothing_tells(tmp_path: Path, small: None
 
 def test_what_wants_files(tmp_path: Path, small: None) -> None:
     recipe = prepare(PrepareOptions(out=tmp_path / "out", recipe_only=True, **asked(tmp_path, "tsv", "drawn", {})))
-    way_out = "wants them in files; prepare it without --recipe-only"
+    way_out = "needs them; prepare it without --recipe-only"
     for call in (
         lambda: check_dataset(recipe.dir),
         lambda: describe(recipe),
         lambda: KeyColumns(recipe, "test", ["cat_1"]),
     ):
-        with pytest.raises(MesetaError, match=f"is a recipe, whose rows are made as they are read, and .* {way_out}"):
+        with pytest.raises(MesetaError, match=f"is a recipe without Parquet files, but .* {way_out}"):
             call()
     assert KeyColumns(recipe, "test", []).take(5).num_rows == 0
 

@@ -167,5 +167,5 @@ def test_too_many_fields_and_mixed_kinds(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(MesetaError, match="more than 2 fields up to line 2; are fields and indices exchanged"):
         run(tmp_path)
     (tmp_path / "other.txt").write_text("1 0:1\n")
-    with pytest.raises(MesetaError, match=r"other.txt' is libsvm text; give one kind at a time"):
+    with pytest.raises(MesetaError, match=r"other.txt' is libsvm text; prepare one format at a time"):
         run(tmp_path, "log.txt", "other.txt")

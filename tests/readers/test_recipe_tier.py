@@ -49,7 +49,7 @@ def test_zipped_sources_come_in_order_alone(tmp_path: Path, monkeypatch: pytest.
     whole, recipe = both(tmp_path, sources=[f"{tmp_path}/raw/*"], hash_rows=300)
     plain, shuffled = (ReaderOptions(batch_size=21, window_rows=70, shuffle=shuffle) for shuffle in (False, True))
     message = (
-        r"0.tsv.gz' is compressed, or not in UTF-8, so its rows can be read in order alone, and not shuffled: "
+        r"0.tsv.gz' is compressed, or not in UTF-8, so its rows can only be read in order and not shuffled: "
         r"convert it and make"
     )
     with running({"log": recipe.dir}, 2) as tier:

@@ -149,7 +149,7 @@ def test_a_prepared_dataset_without_labels(case: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tmp_path / "data", tmp_path / "other"))
     for arguments in (["eval", case / "run", "--data", tmp_path / "data"], ["train", config]):
         ended = run_here(*arguments)
-        assert ended.code == 1 and len(ended.errors) == 1 and "has no labels, so nothing can be" in ended.errors[0]
+        assert ended.code == 1 and len(ended.errors) == 1 and "has no labels, so it cannot be" in ended.errors[0]
     assert run_here("data", "stats", tmp_path / "data").code == 0
 
 
@@ -161,7 +161,7 @@ def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
     (tmp_path / "files/cut.csv.gz").write_bytes(gzip.compress((case / "test.csv").read_bytes())[:-200])
     files = tmp_path / "files"
     for source, more, message in (
-        (files / "less.csv", [], "lacks 'shop', 'city'; the model was trained on all features, so each must be there"),
+        (files / "less.csv", [], "lacks 'shop', 'city'; the model needs all features on which it was trained"),
         (files / "bad.csv", [], "line 151, column 'price': 'dear' is not a number"),
         (files / "cut.csv.gz", [], "is truncated or damaged"),
         (files / "none.csv", [], "no such file"),

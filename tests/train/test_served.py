@@ -273,7 +273,7 @@ def test_a_vocabulary_that_has_changed_is_refused(tmp_path: Path) -> None:
         path = data / "vocabulary/city.parquet"
         table = pq.read_table(path)
         pq.write_table(table.set_column(0, "value", [table["value"].to_pylist()[::-1]]), path)
-        with pytest.raises(MesetaError, match="the vocabulary of 'city' that has come is not the one that its ids"):
+        with pytest.raises(MesetaError, match="'city' from the dispatcher is not the one that its ids"):
             train(served(tier, tmp_path / "run", train__eval_every_steps=None))
     assert not list((tmp_path / "run").rglob(".*.tmp"))
 
@@ -295,7 +295,7 @@ def test_a_file_has_a_bound(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dispatcher_client, "MAX_TABLE_BYTES", 10)
     dispatcher = DispatcherClient(tier.dispatcher.url)
     digest = dispatcher.describe(None).digest
-    with pytest.raises(MesetaError, match="sends a file of more than 10 bytes"):
+    with pytest.raises(MesetaError, match="sent a file of more than 10 bytes"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=digest, feature=None)))
 
 
