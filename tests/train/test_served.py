@@ -287,7 +287,7 @@ def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) 
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
-    with pytest.raises(MesetaError, match="has been prepared anew"):
+    with pytest.raises(MesetaError, match="was prepared again"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 
@@ -344,7 +344,7 @@ def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> 
     config = RunConfig.model_validate(served(tier, tmp_path / "run"))
     dataset = make_row_source(config.data).dataset()
     assert make_reader(config, dataset, "test", World.single()).num_rows == 279
-    with pytest.raises(MesetaError, match="has been prepared anew since this command began"):
+    with pytest.raises(MesetaError, match="was prepared again while this command ran"):
         make_reader(config, dataset.model_copy(update={"seed": 5}), "test", World.single())
 
 

@@ -306,7 +306,7 @@ def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' is (8,) there and (9,) in the model"),
         ({"embedding__optimizer__name": "sgd"}, "row optimizer 'rowwise_adagrad'"),
         ({"dense__optimizer__name": "sgd"}, "the dense part was trained with Adam, but the config asks for SGD"),
-        ({"train__max_steps": 3}, "is at step 6, beyond the 3 that the config asks for"),
+        ({"train__max_steps": 3}, "is at step 6, beyond the 3 steps of the config"),
         ({"seed": 5}, "it was saved with seed 0, but this reader has 5"),
     ],
 )
@@ -444,7 +444,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tiny: Path, tmp_path: Path) -> None
 
 def test_unknown_table_settings_are_refused(tiny: Path, tmp_path: Path) -> None:
     text = refusal(settings(tiny, tmp_path / "run", embedding__tables={"usr": {}}))
-    assert "embedding.tables names 'usr'" in text and "user" in text
+    assert "embedding.tables has 'usr'" in text and "user" in text
 
 
 def test_a_table_of_its_own_kind(tiny: Path, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def run_steps(
         phase: One of `PHASES`.
         num_steps: Number of steps.
         num_ranks: Number of ranks of the sharded run.
-        at_home: Tables that all ranks of the sharded run replicate. Their lookups are not rounded by codecs.
+        at_home: Tables that all ranks of the sharded run replicate, so that lookups in them are not rounded by codecs.
     """
     torch.manual_seed(config.seed)
     dataset = open_dataset(config, world)
