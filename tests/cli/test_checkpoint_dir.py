@@ -63,4 +63,4 @@ def test_dir_and_mirror_are_one_too_many(run: Run, tiny: Path, tmp_path: Path) -
 def test_a_sweep_has_no_place_for_one(run: Run, tiny: Path, tmp_path: Path, key: str) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **{f"checkpoint__{key}": URL}))
     code, _, err = run("sweep", config, "seed=[1,2]", "--out", tmp_path / "sweep")
-    assert code == 1 and "all trials would write there; leave it out" in err
+    assert code == 1 and "would be shared by all trials; remove it" in err
