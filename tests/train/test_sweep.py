@@ -57,12 +57,12 @@ def test_what_is_searched_and_what_is_fixed() -> None:
         (["seed=[]"], "has no values"),
         (["seed=[1,2"], "is not a list"),
         (["seed=[2020-01-01]"], "is not a list"),
-        (["seed=[1]", "seed=[2]"], "given twice"),
+        (["seed=[1]", "seed=[2]"], "occurs twice"),
         (["lr=uniform(a,b)"], "two numbers"),
         (["lr=uniform(2,1)"], "lower bound first"),
         (["lr=uniform(0,inf)"], "lower bound first"),
-        (["lr=loguniform(0,1)"], "more than 0"),
-        (["n=randint(0.5,2)"], "whole numbers"),
+        (["lr=loguniform(0,1)"], "must be above 0"),
+        (["n=randint(0.5,2)"], "integers as bounds"),
     ],
 )
 def test_a_space_that_is_none_is_refused(settings: list[str], words: str) -> None:

@@ -75,7 +75,7 @@ def test_fresh_seeds_are_none_of_the_trials(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"worlds": [{"world": "pair"}]}, "key 'worlds.0.world': no world 'pair'; did you mean 'pairs'?"),
+        ({"worlds": [{"world": "pair"}]}, "key 'worlds.0.world': unknown world 'pair'; did you mean 'pairs'?"),
         ({"worlds": [{"world": "pairs", "strength": 1.5}]}, "less than or equal to 1"),
         ({"worlds": [{"world": "pairs", "strength": -0.1}]}, "greater than or equal to 0"),
         ({"worlds": [{"world": "pairs", "strenght": 1}]}, "unknown key 'worlds.0.strenght'; did you mean 'strength'?"),
