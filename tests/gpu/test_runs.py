@@ -83,7 +83,7 @@ def test_runs_repeat_and_go_on_with_the_same_bits_and_learn_as_on_a_cpu(
     assert final_checksum(second) == whole
 
     forget_after(first, step=8)
-    assert "going on from step 8" in command("train", config).err
+    assert "resuming from step 8" in command("train", config).err
     assert final_checksum(first) == whole
 
     _, on_cpu = run(tiny, tmp_path / "cpu", **changes, device="cpu")

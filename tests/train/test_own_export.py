@@ -204,7 +204,7 @@ def change(document: Any, path: str, value: Any) -> None:
         ("step", 1.5, "'step'"),
         ("embedding_step", 1 << 60, "'embedding_step': input should be less"),
         ("embedding_step", None, "has no optimizer states"),
-        ("dense_optimizer", "SGD", "trained with SGD, but the config asks for Adam"),
+        ("dense_optimizer", "SGD", "trained with SGD, but the config has Adam"),
         ("states", False, "has no optimizer states; export the checkpoint again with --states"),
         ("states", "yes", "'states'"),
         ("more", 1, "'more' is no key of it"),
