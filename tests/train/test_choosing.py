@@ -347,7 +347,7 @@ def test_other_rates_after_the_last_step(tiny: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     train(settings(tiny, tmp_path / "run", train__max_steps=3, schedule={"warmup_steps": 2}))
     [note] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-    assert "has done its 3 steps" in note and "or raise train.max_steps to go on" in note
+    assert "has done its 3 steps" in note and "to continue with them, raise train.max_steps" in note
     assert "dense.schedule.warmup_steps was 0, is 2; embedding.schedule.warmup_steps was 0, is 2" in note
 
 

@@ -119,7 +119,7 @@ def test_with_labels_there_are_metrics_as_eval_has_them(case: Path, tmp_path: Pa
     rows = {**new_rows(case), "click": [0.5] * NUM_NEW}
     write_csv(tmp_path / "half.csv", rows)
     ended = run_here("predict", case / "run", "--data", tmp_path / "half.csv", "--out", tmp_path / "p.csv")
-    assert ended.code == 0 and "note: there are no figures: metrics" in ended.err
+    assert ended.code == 0 and "note: no metrics: metrics" in ended.err
 
 
 def test_a_prediction_does_not_depend_on_its_batch(case: Path, tmp_path: Path) -> None:

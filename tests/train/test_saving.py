@@ -194,7 +194,7 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
     assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
     assert {found.name for found in Mirror(mirror).checkpoints()} == {"step-000000006", "step-000000008"}
     assert run_id(tmp_path / "second", 8) == run_id(tmp_path / "first", 5) != run_id(tmp_path / "whole", 8)
-    with pytest.raises(MesetaError, match=r"holds checkpoints and checkpoint\.resume is 'never'"):
+    with pytest.raises(MesetaError, match=r"has checkpoints, but checkpoint\.resume is 'never'"):
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
 
 

@@ -312,7 +312,7 @@ def refused(ended: Ended, *words: str) -> None:
 def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
     ended = run_here("predict", run, "--out", out)
-    refused(ended, f"the readers of {tier.dispatcher.url}", "name their folder with --data DIR", "--data FILE")
+    refused(ended, f"the readers of {tier.dispatcher.url}", "pass their folder with --data DIR", "--data FILE")
     assert not out.exists()
     assert run_here("predict", run, "--out", out, "--data", data).code == 0
 

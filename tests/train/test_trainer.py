@@ -474,7 +474,7 @@ def test_predictions_of_broken_rows_are_refused(tiny: Path, six_steps: Path, tmp
     broken = copy_of(tiny, tmp_path / "broken")
     spoil(broken, "test", "age", 140, float("inf"))
     trained = load_trained(six_steps, "test", World.single(), broken)
-    with pytest.raises(MesetaError, match="that of row 140 is not finite"):
+    with pytest.raises(MesetaError, match="row 140 has a logit that is not finite"):
         write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet")
     assert list(tmp_path.glob("*p.parquet*")) == []
 

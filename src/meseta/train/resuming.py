@@ -55,7 +55,7 @@ def check_same_model(run: RunDir, config: RunConfig, world: World) -> None:
     if changes:
         key, was, now = changes[0]
         problem = MesetaError(
-            f"run_dir {str(run.path)!r} has another model: {key} was {was!r} and is now {now!r}; set it back, "
+            f"run_dir {str(run.path)!r} has another model: {key} was {was!r} and is {now!r} now; set it back, "
             "choose another run_dir, or start from the beginning with --force"
         )
     world.raise_on_all_ranks(problem)
