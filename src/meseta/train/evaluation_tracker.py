@@ -78,8 +78,8 @@ class EvaluationTracker:
             "embedding": PlateauTracker(config.embedding_schedule),
             "dense": PlateauTracker(config.dense_schedule),
         }
+        # Step of the newest tracked evaluation.
         self._last_evaluated_step = 0
-        """Step of the newest tracked evaluation."""
 
     @property
     def num_reductions(self) -> tuple[int, int]:

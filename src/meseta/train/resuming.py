@@ -27,8 +27,9 @@ from meseta.spec.plan_document import PLAN_FILE, read_explicit_plan
 from meseta.train.early_stopping import EarlyStopping
 from meseta.train.run_dir import RunDir
 
+# Config keys or sections that define the model.
 _MODEL_KEYS = ("model", "embedding.pooling")
-"""Config keys or sections that define the model."""
+# Config keys that define how the model learns. Constants of row optimizers are in the checkpoint instead.
 _LEARNING_KEYS = (
     "dense.optimizer",
     "dense.schedule",
@@ -38,11 +39,10 @@ _LEARNING_KEYS = (
     "embedding.schedule",
     "pipeline.stale",
 )
-"""Config keys that define how the model learns. Constants of row optimizers are in the checkpoint instead."""
+# Sections with these keys, except for `train`, which also has the length of the run.
 _LEARNING_SECTIONS = ("embedding", "dense", "schedule", "pipeline")
-"""Sections with these keys, except for `train`, which also has the length of the run."""
+# Maximum number of changes, and of tables per change, in a message.
 _MAX_LISTED = 4
-"""Maximum number of changes, and of tables per change, in a message."""
 
 
 def check_same_model(run: RunDir, config: RunConfig, world: World) -> None:

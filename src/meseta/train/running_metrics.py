@@ -67,14 +67,14 @@ class RunningMetrics:
         self._task_weights = [1.0] * len(self.tasks) if task_weights is None else list(task_weights)
         self._world = world
         self._window = TaskWindows(tasks, MetricWindow)
+        # Weighted sum of each additional loss term of the model since the previous line. See `_loss_terms_weight`.
         self._loss_term_sums: dict[str, float] = {}
-        """Weighted sum of each additional loss term of the model since the previous line. See `_loss_terms_weight`."""
         self._loss_terms_weight = 0.0
         self._pending: tuple[AsyncHostCopy, Batch, LossAgreement | None] | None = None
         # Only rank 0 has samples of earlier lines, which were gathered there. Integer sums make the order irrelevant.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
+        # Total row traffic up to the previous line, by table.
         self._row_traffic: dict[str, RowTraffic] = {}
-        """Total row traffic up to the previous line, by table."""
 
     def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
         """Add this rank's logits [B] or [B, T] of a step, with its slice and the loss terms that all ranks agreed

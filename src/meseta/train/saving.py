@@ -67,26 +67,26 @@ class CheckpointManager:
         self._world = world
         self._last_save_s = time.monotonic()
         self._is_interval_due = False
+        # Whether rank 0 has reported the end of the current interval. The sums may arrive one step later, and it must
+        # be reported once.
         self._has_reported_interval = False
-        """Whether rank 0 has reported the end of the current interval. The sums may arrive one step later, and it must
-        be reported once."""
         self._background_saver = BackgroundSaver(world)
         self._delta_tracker = DeltaTracker(folder, world, config.deltas, config.max_chain)
+        # Shards of the newest save.
         self._saved_shards: Sequence[TableStorage] = ()
-        """Shards of the newest save."""
+        # Whether the note about tables that deltas store completely was issued. Equal on all ranks.
         self._has_noted_full_tables = False
-        """Whether the note about tables that deltas store completely was issued. Equal on all ranks."""
+        # Value of `saved_step` to restore if the background save fails.
         self._previous_saved_step = 0
-        """Value of `saved_step` to restore if the background save fails."""
+        # Number of times that the run was resumed from quantized rows.
         self._num_restores = 0
-        """Number of times that the run was resumed from quantized rows."""
+        # Id in the checkpoints of this run. `None` until the first save or resume.
         self._run_id: str | None = None
-        """Id in the checkpoints of this run. `None` until the first save or resume."""
         self._rate_limiter = self._make_rate_limiter()
+        # Whether full saves run in the background. `None` until it is decided.
         self._saves_full_in_background: bool | None = None
-        """Whether full saves run in the background. `None` until it is decided."""
+        # Set on rank 0 only.
         self._mirror: checkpoint.Mirror | None = None
-        """Set on rank 0 only."""
         if config.mirror is not None:
             world.run_on_rank_0(lambda: self._open_mirror(str(config.mirror)))
         if config.dir is not None:  # Another run could write there. In run_dir the lock prevents this.

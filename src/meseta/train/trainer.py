@@ -107,8 +107,8 @@ class Trainer:
             self._attempt = make_row_source(config.data).new_attempt(config.run_dir, world)
             self.reader = make_reader(self.config, self.dataset, "train", self.world, self._attempt)
             self._start_position = resuming.seek_reader(self.reader, self._checked_checkpoint)
+            # Position of the reader after the last trained batch. The reader itself may be ahead.
             self._trained_position = self.reader.position
-            """Position of the reader after the last trained batch. The reader itself may be ahead."""
             self.step = 0
             self.num_samples = 0
             self.clock = TrainingClock()

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from meseta.config.row_bits import RowBits
 
+# Maximum number of candidate points per table. Above it, losses are rounded up to this many levels.
 _MAX_POINTS = 20_000
-"""Maximum number of candidate points per table. Above it, losses are rounded up to this many levels."""
+# Factor by which the allowed loss is reduced, at least, after a choice exceeds the budget.
 _BACKOFF_FACTOR = 0.8
-"""Factor by which the allowed loss is reduced, at least, after a choice exceeds the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,12 @@ MIN_VALID_ROWS = 200
 MAX_ROWS_BETWEEN_EVALUATIONS = 1_000_000
 """Maximum number of training rows between evaluations. A large log is evaluated several times per epoch."""
 
+# Settings of data without sparse features, for which the MLP needs more capacity.
 _SETTINGS_WITHOUT_TABLES = {"model.deep_mlp": [256, 128], "dense.optimizer.lr": 0.003}
-"""Settings of data without sparse features, for which the MLP needs more capacity."""
 _SUFFIX_PATTERN = r"\.(gz|bz2|xz|zst|zstd|zip|csv|tsv|txt|parquet|jsonl|ndjson|json|inter|ffm|libffm|svm|libsvm)\b"
+# Settings for small datasets, if the model has them.
 _SMALL_DATA_SIZES = {"dropout": 0.2, "embedding_dim": 8}
-"""Settings for small datasets, if the model has them."""
+# Keys that imply another choice. If one of them is in the config, the default of the key is not set.
 _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
     "train.epochs": ("train.max_steps",),
     "train.eval_every_epochs": ("train.eval_every_steps",),
@@ -37,7 +38,6 @@ _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
     "embedding.optimizer.lr": ("embedding.optimizer.name",),
     **dict.fromkeys(("schedule.kind", "schedule.plateau_patience", "schedule.step_factor"), ("schedule",)),
 }
-"""Keys that imply another choice. If one of them is in the config, the default of the key is not set."""
 
 
 def default_run_dir(patterns: Sequence[str]) -> str:

@@ -37,8 +37,8 @@ from meseta.train.trainer import Trainer
 
 MESETA_LAYOUT = "meseta"
 """Layout of folders written by `meseta.checkpoint.export`."""
+# Maximum number of names in an error message.
 _MAX_LISTED = 6
-"""Maximum number of names in an error message."""
 
 
 _REMEDY = (

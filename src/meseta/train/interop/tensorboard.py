@@ -16,8 +16,8 @@ from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line
 from meseta.telemetry.splits import VALID
 
+# Keys of a line that identify it and are not scalars.
 _POSITION_KEYS = ("kind", "step", "split")
-"""Keys of a line that identify it and are not scalars."""
 
 
 def scalars(line: Line) -> Iterator[tuple[str, float]]:

@@ -26,8 +26,8 @@ LOGIT_RANGE = 16.0
 _DIGIT_BITS = 24
 _NUM_DIGITS = 4
 _UNIT_BITS = 64
+# Digit (index, value) of a weight of 1. All its other digits are 0.
 _DIGIT_OF_ONE = (1, 1 << 16)
-"""Digit (index, value) of a weight of 1. All its other digits are 0."""
 
 # Losses have no upper bound, so their sum is a Python integer in units of 2**-1200, which all float64 are multiples of.
 _LOSS_BITS = 1200

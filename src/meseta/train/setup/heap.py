@@ -18,10 +18,10 @@ MMAP_THRESHOLD_BYTES = 32 << 20
 """Blocks of at least this size for which the heap has no free chunk are mapped separately, and unmapped when they are
 freed."""
 _BLOCK_ALIGNMENT_BYTES = 64
+# Header, alignment and minimum size of a chunk.
 _CHUNK_HEADER_BYTES, _CHUNK_ALIGNMENT_BYTES, _MIN_CHUNK_BYTES = 8, 16, 32
-"""Header, alignment and minimum size of a chunk."""
+# Freed chunks below this size are kept for requests of the same size, up to a maximum count per size.
 _MAX_TCACHE_BYTES, _MAX_TCACHE_COUNT = 1040, 7
-"""Freed chunks below this size are kept for requests of the same size, up to a maximum count per size."""
 NUM_SIMULATED_STEPS = 3
 """Number of simulated steps, after which the heap hardly grows."""
 
@@ -32,15 +32,15 @@ class HeapModel:
     def __init__(self) -> None:
         self.peak = 0
         """Largest total size of the heap and the mapped blocks, in bytes."""
+        # (position, size) of free chunks, ascending. Adjacent chunks are merged, and none is at the end.
         self._free: list[tuple[int, int]] = []
-        """(position, size) of free chunks, ascending. Adjacent chunks are merged, and none is at the end."""
+        # End of the used part of the heap.
         self._end = 0
-        """End of the used part of the heap."""
+        # Largest value of `_end` so far.
         self._max_end = 0
-        """Largest value of `_end` so far."""
         self._mmapped_bytes = 0
+        # (position, size) of each allocated chunk. The position is `None` for a mapped block.
         self._allocated: dict[int, tuple[int | None, int]] = {}
-        """(position, size) of each allocated chunk. The position is `None` for a mapped block."""
         self._tcache_counts: Counter[int] = Counter()
 
     def allocate(self, block: int, num_bytes: int) -> None:

@@ -19,10 +19,10 @@ from meseta.spec.tables import DenseDtype
 
 DENSE_DTYPE_KEY = "dense_dtype"
 """Key of the dense dtype in the state of a checkpoint."""
+# Minimum compute capability of GPUs with bfloat16 tensor cores.
 _MIN_CAPABILITY = (8, 0)
-"""Minimum compute capability of GPUs with bfloat16 tensor cores."""
+# Rows, inputs and outputs of the timed layer.
 _PROBE_SHAPE = (256, 512, 512)
-"""Rows, inputs and outputs of the timed layer."""
 _NUM_PROBES = 3
 
 

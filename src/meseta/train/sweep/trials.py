@@ -23,8 +23,8 @@ MAX_TRIAL_ROWS = 1_000_000
 """Maximum number of training samples of a trial. On a smaller dataset, a trial ends when the validation metric fails to
 improve once."""
 
+# File in the folder of a finished trial with the evaluation that counts.
 _RESULT_FILE = "evaluation.json"
-"""File in the folder of a finished trial with the evaluation that counts."""
 
 
 def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
