@@ -132,7 +132,6 @@ def make_batch(samples: TrainingBatch) -> Batch:
 
 @torch.no_grad()
 def _make_reference_model(model: DLRM, training: DlrmWorkload) -> PlainDLRM:
-    """Create the same model in plain PyTorch, with the same weights."""
     reference = PlainDLRM(training)
     shards = cast(EmbeddingBagCollection, model.embeddings).shards
     tables = [shard.read(0, shard.shard.num_rows)[ROW] for shard in shards]

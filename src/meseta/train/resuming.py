@@ -225,7 +225,6 @@ def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Ite
 
 
 def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, pooling before, pooling now) for each table with different poolings."""
     for table in {**before.embedding.tables, **now.embedding.tables}:
         one, other = (config.embedding.table_pooling(table) for config in (before, now))
         if one != other:

@@ -132,7 +132,6 @@ class RunDir:
         self._lock.release()
 
     def _print_once(self, text: str) -> None:
-        """Print a note on rank 0, unless it was printed before."""
         if text not in self._printed_notes:
             print_note(text)
         self._printed_notes.add(text)

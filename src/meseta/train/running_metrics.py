@@ -86,7 +86,6 @@ class RunningMetrics:
             self._process_pending()
 
     def _process_pending(self) -> None:
-        """Add the predictions of the pending step to the window."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -128,7 +127,6 @@ class RunningMetrics:
         return {"loss": total, **terms, **{name: value for name, value in first.items() if name != "logloss"}}
 
     def _pop_loss_terms(self) -> dict[str, Any]:
-        """Return the mean of each additional loss term, or an empty dictionary if there are none."""
         # After a resume, only rank 0 has the sums from before.
         means = {name: one / (self._loss_terms_weight or 1.0) for name, one in self._loss_term_sums.items()}
         self._loss_term_sums, self._loss_terms_weight = {}, 0.0

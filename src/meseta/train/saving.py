@@ -220,7 +220,6 @@ class CheckpointManager:
             self._mirror.check_owner(self._run_id, self._folder)
 
     def _inexact_bits(self, plan: Plan) -> dict[str, RowBits]:
-        """Return the bits per table of checkpoints that may be quantized."""
         bits = {entry.table: self._config.table_bits(entry.table, self._num_restores) for entry in plan.tables}
         return {table: of_table for table, of_table in bits.items() if of_table is not None}
 
@@ -259,7 +258,7 @@ class CheckpointManager:
             self.saved_step = self._previous_saved_step
 
     def _handle_save_error(self, error: MesetaError, ends: bool = False) -> None:
-        """Raise the error of a save, or turn it into a warning if training continues."""
+        # At the end of a run there is no next checkpoint that could succeed.
         if ends or self._config.on_failure == "stop":
             raise error
         if self._world.rank == 0:

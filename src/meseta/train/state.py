@@ -40,8 +40,6 @@ class _PlateauState(_StateModel):
 
 
 class _TrainerState(_StateModel):
-    """State from which a run resumes, without tensors."""
-
     num_samples: Count
     embedding_step: Count
     ids_outside: dict[str, Count]

@@ -212,7 +212,6 @@ def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
 
 
 def _check_same_files(rows: NewRows, world: World) -> None:
-    """Raise MesetaError, on all ranks, if they find different files."""
     sizes = [source.size_bytes for source in rows.sources]
     for rank, other in enumerate(world.all_gather_object(sizes)):
         if other != sizes:

@@ -283,7 +283,7 @@ class Trainer:
         return self._best_position or (self.step, self.num_samples)
 
     def _get_evaluation(self, split: str, progress: TrainProgress) -> EvalLine:
-        """Return the evaluation of the current weights from metrics.jsonl, or evaluate them now."""
+        # After a resume, the current weights may have been evaluated already.
         made = self.world.broadcast_from_rank_0(lambda: self._logged_evaluations(split, self._position[0]))
         return made[0] if made else self._evaluate(split, progress)
 
@@ -293,7 +293,6 @@ class Trainer:
         return [line for line in reversed(lines) if (line.split, line.step) == (split, step)]
 
     def _train(self, progress: TrainProgress) -> None:
-        """Run the training loop."""
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
         batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.stale)
@@ -325,7 +324,6 @@ class Trainer:
             progress.print_line(f"stopped at step {self.step}: {self.early_stopping}")
 
     def _set_learning_rates(self) -> float:
-        """Set the rates of the next step. Return the factor on the rates of tables."""
         falls = self.evaluation_tracker.num_reductions
         self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
         return self._lr_factor
@@ -335,7 +333,6 @@ class Trainer:
         return is_evaluation_due(self.config.train, self.step, num_read, self.reader.num_batches)
 
     def _run_step(self, steps: Iterator[StepResult]) -> StepResult:
-        """Run one step. Errors get the number of the step and the last checkpoint."""
         try:
             with self._step_threads:
                 result = next(steps)
@@ -363,7 +360,6 @@ class Trainer:
         self._trained_position = result.batch.position or self._trained_position
 
     def _log(self, progress: TrainProgress) -> None:
-        """Write a log line about the samples since the previous one."""
         self._synchronize()
         metrics = self.running_metrics.pop_metrics()
         # A metrics window restored from a checkpoint has samples from before this start. Only later ones are timed.
@@ -392,7 +388,6 @@ class Trainer:
         self.clock.start()
 
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
-        """Evaluate a split and write a line to metrics.jsonl."""
         start_s = time.perf_counter()
         self._synchronize()
         shift = calibration_shift(self.config.data.negative_keep)

@@ -153,7 +153,6 @@ class BitsAdvisor:
                 on_width(name, bits, None)
 
     def _mean_ne(self) -> float:
-        """Return the normalized entropy, averaged over labels."""
         trained = self._trained_model
         tasks = evaluate(trained.model, trained.reader, trained.world, logit_shift=trained.logit_shift).tasks
         ne = fmean(metrics.ne for metrics in tasks.values())
@@ -175,7 +174,6 @@ class BitsAdvisor:
                     fill_shard(piece, schema, files[0]["first_row"], values)
 
     def _with_quantization_error(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
-        """Return the rows with the quantization errors of all restores."""
         column = schema.columns[0]
         stored = encode_column(schema, column, rows, bits)
         if stored.row_format is None:

@@ -94,7 +94,6 @@ def _has_tables(dataset: Dataset) -> bool:
 
 
 def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
-    """Return all default settings by key. `model` is the model of the config, or `None`."""
     num_rows = dataset.splits["train"].num_rows
     settings: dict[str, Any] = {"train.batch_size": default_batch_size(num_rows)}
     if model is None:

@@ -152,7 +152,6 @@ def _export_onnx(program: Any) -> bytes:
 
 
 def _clear_metadata(message: Any) -> None:
-    """Clear the metadata and comments of a protobuf message, recursively."""
     # The exporter records source files and lines of this machine. No runtime reads them.
     for field, value in message.ListFields():
         if field.name in ("metadata_props", "doc_string"):

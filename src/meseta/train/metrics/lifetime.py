@@ -232,7 +232,6 @@ def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None =
 
 
 def _auc(positive: NDArray[np.object_], negative: NDArray[np.object_]) -> BinnedAuc:
-    """Compute the AUC from integer weights by bin, with a single division."""
     pairs = int(positive.sum()) * int(negative.sum())
     if not pairs:
         return BinnedAuc(value=math.nan, error_bound=math.nan)

@@ -30,8 +30,6 @@ class BinSums:
 
 @dataclass(frozen=True)
 class _ClassSamples:
-    """Samples with the same label, sorted by score."""
-
     scores: NDArray[np.floating]
     """[n], ascending."""
     # This order makes sums of weights independent of the order of the samples.
@@ -158,9 +156,9 @@ def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
 
 
 def _bin_sums(positives: _ClassSamples, negatives: _ClassSamples) -> BinSums:
-    """Sum losses and predictions of one bin in float64, in the order of the samples."""
     loss, prediction = 0.0, 0.0
     for part, sign in ((positives, -1.0), (negatives, 1.0)):
+        # The order of samples is fixed by sorting, and so is the sum in float64.
         for start in range(0, len(part), _CHUNK_SAMPLES):
             chunk = slice(start, start + _CHUNK_SAMPLES)
             losses, predictions = losses_and_predictions(part.scores[chunk], sign)

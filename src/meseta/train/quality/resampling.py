@@ -110,7 +110,6 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _read_predictions(run: SuiteRun) -> SortedPredictions:
-    """Read the predictions of a scored run. Raises MesetaError if the file cannot be read."""
     arrays = read_arrays(
         run.logits_file, f"delete {str(run.score_file)!r} and the run next to it, and start the suite again"
     )

@@ -76,7 +76,7 @@ def _regret(run: SuiteRun, logits: NDArray[np.floating], labels: NDArray[np.floa
 
 
 def _flops_per_sample(config: RunConfig, dataset: Dataset) -> float:
-    """Return the operations of the dense part per sample in training, as the planner counts them."""
+    # Operations of the dense part in training, as the planner counts them.
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device="cpu")
     return dense_load(config, make_meta_model(config, dataset, collection), len(dataset.dense)).flops_per_sample

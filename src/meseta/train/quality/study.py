@@ -299,7 +299,7 @@ class Study:
             write_atomic(self._best_file(one.world.eval_dataset, one.seed), (one.folder / BEST_FILE).read_text())
 
     def _with_best_reachable(self, ground: EvalDataset) -> EvalDataset:
-        """Add the metrics of the true probabilities, averaged over the fresh seeds."""
+        # Metrics of the true probabilities, averaged over the fresh seeds.
         files = [self._best_file(ground, seed) for seed in self.suite.fresh_seeds]
         reached = [parse_json(read_bounded(file)) for file in files if file.exists()]
         means = {name: sum(one[name] for one in reached) / len(reached) for name in (reached[0] if reached else ())}

@@ -204,7 +204,6 @@ def _remove_duplicates(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _parse_tune(tune: Mapping[str, list[Any] | str]) -> SearchSpace:
-    """Parse values and ranges in the syntax of `meseta sweep`."""
     space = {}
     for key, value in tune.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -27,7 +27,6 @@ def build_suite_result(study: Study, problems: Sequence[str]) -> SuiteResult:
 
 
 def _row_intervals(study: Study) -> RowIntervals:
-    """Return the intervals over resampled test rows, for datasets with unknown probabilities."""
     intervals: dict[tuple[str, str, str, str], ConfidenceInterval] = {}
     for entry in study.suite.datasets:
         runs = {name: study.scored_runs(entry, name) for name in study.suite.config_names(entry)}

@@ -80,7 +80,6 @@ class HeapModel:
             self._coalesce(place, size)
 
     def _coalesce(self, place: int, size: int) -> None:
-        """Add a chunk to the free list, merged with adjacent free chunks."""
         index = bisect(self._free, (place, size))
         if index < len(self._free) and place + size == self._free[index][0]:
             size += self._free.pop(index)[1]

@@ -145,7 +145,6 @@ def run_bytes(
 
 
 def _max_rows_read_ahead(config: RunConfig, dataset: Dataset, num_ranks: int) -> int:
-    """Return the maximum number of training rows that a rank holds before they are trained."""
     window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     num_batches = 1 + config.data.prefetch_batches
     if not make_row_source(config.data).is_served:
@@ -161,7 +160,6 @@ def _without_checkpoint_phase(needs: Mapping[Phase, list[MemoryDemand]]) -> dict
 
 
 def _peak_phase(needs: Sequence[list[MemoryDemand]]) -> list[MemoryDemand]:
-    """Return the demands of the phase with the largest total."""
     return max(needs, key=lambda demands: sum(need.total for need in demands))
 
 

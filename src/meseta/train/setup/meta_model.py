@@ -62,8 +62,6 @@ def make_meta_model(config: RunConfig, dataset: Dataset, collection: EmbeddingBa
 
 
 class _AllocationTracker(TorchDispatchMode):
-    """Records all allocations and frees of tensor storage while it is active."""
-
     def __init__(self, held: Iterable[Tensor]) -> None:
         """Create a tracker. Storage of `held` is already allocated, so its views are not recorded."""
         super().__init__()
@@ -215,7 +213,6 @@ def _embeddings(outline: nn.Module) -> EmbeddingBagCollection:
 
 
 def _embedding_width(outline: nn.Module) -> int:
-    """Return the total width of the pooled embeddings of a sample."""
     embeddings = _embeddings(outline)
     width = {table.name: table.embedding_dim for table in embeddings.tables}
     return sum(width[feature.table] for feature in embeddings.features if feature.pooling != "none")

@@ -65,7 +65,6 @@ class RunPlanner:
 
     @cached_property
     def _workload_without_overlap(self) -> Workload:
-        """Workload without hidden communication."""
         return make_workload(
             self.config, self.dataset, self.collection.tables, self.collection.features, self.meta_model
         )
@@ -296,9 +295,8 @@ def run_topology(config: RunConfig, world: World) -> Topology:
 
 
 def _free_disk_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk of `folder`, which need not exist."""
     folder = folder.absolute()
-    while not folder.exists():
+    while not folder.exists():  # The folder may be created later.
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

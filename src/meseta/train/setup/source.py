@@ -100,8 +100,6 @@ class LocalSource(RowSource):
 
 
 class _ServiceSource(RowSource):
-    """Source whose rows are decoded by the readers of a dispatcher."""
-
     is_served = True
 
     @property

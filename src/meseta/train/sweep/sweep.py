@@ -253,7 +253,6 @@ def find_custom_code(config: RunConfig) -> dict[str, str]:
 
 
 def _check_same_data(trial: Trial, config: RunConfig) -> None:
-    """Raise MesetaError if a finished trial was trained on other data than its config now refers to."""
     if trial.summary() is None:
         return
     try:

@@ -47,7 +47,7 @@ def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunC
 
 
 def _load_table_rate(run_dir: Path) -> float | None:
-    """Return the rate of the run in `run_dir`, or `None` if it has not begun."""
+    # A resumed run keeps the rate that it was started with.
     run = RunDir(run_dir)
     return run.load_config().embedding.optimizer.lr if run.has_begun else None
 

@@ -98,8 +98,6 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
 
 
 class _PhaseComparison:
-    """Compares the steps of one phase."""
-
     def __init__(
         self, phase: str, tables: list[TableSpec], features: dict[str, str], folder: Path, result: Verification
     ) -> None:
@@ -271,7 +269,6 @@ class _PhaseComparison:
 
 
 def _table_shards(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (rank, piece) for each recorded shard of `table`."""
     for rank, record in enumerate(records):
         for piece in record["pieces"]:
             if piece["table"] == table:

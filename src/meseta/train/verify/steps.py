@@ -126,7 +126,6 @@ def run_steps(
 def _make_training_step(
     config: RunConfig, model: Any, world: World, weights: list[float] | None, num_masked_tasks: int, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
-    """Return a function that trains one step of the whole model, as `meseta train` does."""
     over_parts = make_shard_sum(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = make_clip(config, world, over_parts)
@@ -175,9 +174,8 @@ def _make_embedding_step(
 
 
 def _touched_rows(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """Return the rows that the batch may change, by table. Several features may share a table."""
     table_ids: dict[str, list[Tensor]] = {table.name: [] for table in collection.tables}
-    for feature in collection.features:
+    for feature in collection.features:  # Several features may share a table.
         table_ids[feature.table].append(ids[feature.name].values.cpu())
     return {
         table.name: torch.arange(table.num_embeddings)
