@@ -30,7 +30,7 @@ from meseta.train.metrics.tasks import WindowT
 from meseta.train.state import sum_out_of_range_ids
 
 MIN_PADDED_ROWS = 64
-"""Minimum number of rows of a batch, from which on matrix products of a row do not depend on the number of rows."""
+"""Smallest number of rows for which the logit of a row does not depend on the number of rows of its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class CompletionReason:
     """Reason why a resumed run has no step left."""
 
     description: str
-    """Predicate of the run in a message."""
+    """Text that follows the name of the run in a message, such as "has done its 10 steps"."""
     config_key: str
     """Config key that gives the run more steps if it is raised."""
 
@@ -232,7 +232,7 @@ def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any
 
 
 def _to_document(config: RunConfig) -> dict[str, Any]:
-    """Convert a config to plain data, in which both schedules are resolved."""
+    # A schedule may be written in several places, so resolve both of them.
     document = config.model_dump(mode="json")
     for part, schedule in (("embedding", config.embedding_schedule), ("dense", config.dense_schedule)):
         document[part]["schedule"] = schedule.model_dump(mode="json")

@@ -202,7 +202,6 @@ class RunDir:
         return path
 
     def _best_step(self) -> int | None:
-        """Return the step of the final weights if `train.finish` is 'best' and the run has ended."""
         try:
             if self.load_config().train.finish == "best":
                 summary = read_summary(self.path)

@@ -301,7 +301,6 @@ class CheckpointManager:
         self._mirror.get(self._folder)
 
     def _prune_on_rank_0(self, kept: int | None, world: World) -> None:
-        """Delete old checkpoints, except for that of step `kept`, and update the mirror."""
         world.run_on_rank_0(lambda: self._prune_and_mirror(kept))
 
     def _prune_and_mirror(self, kept: int | None) -> None:

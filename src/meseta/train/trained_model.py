@@ -189,7 +189,6 @@ def load_for_raw_rows(
 
 
 def _find_checkpoint(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
-    """Return (config, checkpoint) of the final or the best weights of the run."""
     config = run.load_config().model_copy(update={"plan": "auto"})
     path = _find_best_checkpoint(run, config) if best else run.final_checkpoint()
     if path is None:

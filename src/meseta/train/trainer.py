@@ -74,7 +74,7 @@ from meseta.train.state import (
 )
 
 REQUIRED_EVAL_FIELDS = {"auc", "ne", "logloss", "calibration", "num_samples"}
-"""Fields that an evaluation line needs to be reused at the end of a run."""
+"""Fields that a logged evaluation needs to be reused at the end of a run."""
 
 
 class Trainer:
@@ -445,7 +445,6 @@ class Trainer:
         )
 
     def _check_dataset_matches(self, path: Location | None) -> None:
-        """Raise MesetaError, on all ranks, if the checkpoint to resume from was trained on other data."""
         self._checked_checkpoint = path
         if self._checked_checkpoint is not None:
             check_same_encoding(self.run_dir, self._checked_checkpoint, self.dataset, self.world)

@@ -90,7 +90,6 @@ class BitsAdvisor:
 
     def __init__(self, trained: TrainedModel[BatchReader], path: Location, restores: int) -> None:
         self.split = trained.reader.split
-        """Split that is measured."""
         self._trained_model = trained
         self._root = path
         self._num_restores = restores

@@ -18,7 +18,7 @@ NUM_STEPS_PER_EPOCH = 200
 """Desired number of steps per epoch on a small dataset."""
 MIN_BATCH_SIZE = 32
 MAX_EPOCHS = 20
-"""Limit on epochs. Early stopping usually ends training before."""
+"""Limit on epochs. Early stopping usually ends training earlier."""
 NUM_EPOCHS_WITHOUT_VALID = 2
 MIN_VALID_ROWS = 200
 """Minimum number of validation rows to compare trials. With fewer rows the best trial would be chosen by chance."""

@@ -52,9 +52,9 @@ class ImportedTensor:
     """Imported tensor with its name in the file and in the model."""
 
     source: str
-    """Name in the file."""
+    """Name of the tensor in the file."""
     target: str
-    """Name in the model. Tables are named embeddings.TABLE.weight."""
+    """Name of the tensor in the model. Tables are named embeddings.TABLE.weight."""
     shape: tuple[int, ...]
 
 
@@ -218,10 +218,9 @@ def _fill_model(
 
 
 def _row_chunks(value: Tensor) -> Sequence[Tensor]:
-    """Split a tensor into row ranges of about one checkpoint block, so that a table is not read into memory as a
-    whole."""
     if value.dim() == 0 or not len(value):
         return [value]
+    # Chunks of about one checkpoint block, so that a table is not read into memory as a whole.
     return value.split(max(BLOCK_BYTES // max(value[0].nbytes, 1), 1))
 
 

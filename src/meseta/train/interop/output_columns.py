@@ -18,7 +18,7 @@ class OutputColumns:
     """Selected columns in order. If empty, the file has all columns under their own names."""
 
     pairs: tuple[tuple[str, str], ...] = ()
-    """(name in the file, source column). A source is `row`, a key, `prediction...` or `label...`."""
+    """Pairs (name in the file, source column). A source is `row`, a key, `prediction...` or `label...`."""
 
     @staticmethod
     def parse(entries: Sequence[str]) -> OutputColumns:

@@ -19,7 +19,8 @@ from meseta.train.metrics.samples import as_samples, losses_and_predictions
 
 NUM_BINS = 1 << 14
 LOGIT_RANGE = 16.0
-"""Largest absolute logit of the histogram, a probability of 1 - 1e-7. The outermost bins include all larger logits."""
+"""Range of the histogram: logits from -16 to 16, which are probabilities from 1e-7 to 1 - 1e-7. The outermost bins
+include all logits beyond it."""
 
 # A weight is a fixed-point number with four digits to base 2**24, in units of 2**-64. Each digit is summed separately.
 # An int64 can hold the sum of 2**39 digits. numpy sums by bin in float64, which holds the 2**29 digits of a batch.
@@ -46,21 +47,19 @@ class BinnedAuc:
 
 @dataclass(frozen=True, kw_only=True)
 class LifetimeMetrics:
-    """Metrics of all samples added to a `LifetimeWindow`. Undefined metrics are nan, and all means are weighted."""
+    """Metrics of all samples added to a `LifetimeWindow`. The definitions are those of `Metrics`.
+
+    All means are weighted, and undefined metrics are nan.
+    """
 
     num_samples: int
-    """Number of samples, without those of weight 0."""
     num_positives: int
-    """Number of samples with label 1, without those of weight 0."""
     weight: float
     logloss: float
-    """Mean binary cross-entropy in nats. nan if there are no samples."""
     ne: float
-    """Log loss divided by the entropy of the base rate. nan if only one class is present."""
     auc: BinnedAuc
-    """AUC with a bound of its error."""
+    """Binned AUC with a bound on its error."""
     calibration: float
-    """Mean prediction divided by the mean label. nan if there are no positives."""
     reliability: tuple[ReliabilityBin, ...]
     """At most 20 bins with about equal numbers of samples, in ascending order of predictions. Empty if there are no
     samples."""
@@ -222,7 +221,7 @@ def _reliability_bins(
 
 
 def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> BinnedAuc:
-    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, with a bound of its error.
+    """Return the AUC of [n] logits from a histogram of 16,384 bins of width 1/512, with a bound on its error.
 
     Raises MesetaError under the conditions of `MetricWindow.compute`.
     """

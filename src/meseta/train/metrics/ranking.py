@@ -31,10 +31,10 @@ class BinSums:
 @dataclass(frozen=True)
 class _ClassSamples:
     scores: NDArray[np.floating]
-    """[n], ascending."""
+    """Scores [n], ascending."""
     # This order makes sums of weights independent of the order of the samples.
     weights: NDArray[np.float64] | None
-    """[n], ascending among equal scores. `None` if all weights are 1."""
+    """Weights [n], ascending among equal scores. `None` if all weights are 1."""
 
     def __len__(self) -> int:
         return len(self.scores)

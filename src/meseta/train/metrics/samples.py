@@ -22,13 +22,13 @@ class WeightedSamples:
     """Columns of n samples. `validate` checks them and removes samples of weight 0."""
 
     logits: NDArray[np.floating]
-    """[n] float32 or float64."""
+    """Logits [n], float32 or float64."""
     labels: NDArray[np.uint8]
-    """[n] with 0, 1, or 2 for an invalid label."""
+    """Labels [n]: 0, 1, or 2 for an invalid label."""
     weights: NDArray[Any] | None = None
-    """[n] float32 or float64. `None` if all samples have the same weight."""
+    """Weights [n], float32 or float64. `None` if all samples have the same weight."""
     groups: NDArray[np.int64] | None = None
-    """[n] keys, or `None` if the samples have no groups."""
+    """Group keys [n], or `None` if the samples have no groups."""
     scale: float = 1.0
     """Weight of each sample if `weights` is `None`."""
 

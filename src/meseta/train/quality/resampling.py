@@ -27,13 +27,13 @@ class SortedPredictions:
     """Predictions of one model on n test rows, sorted so that metrics of a resample are fast."""
 
     order: NDArray[np.int64]
-    """[n] row indices by ascending logit."""
+    """Row indices [n] by ascending logit."""
     starts: NDArray[np.int64]
-    """[k] index into `order` at which each of the k distinct logits starts."""
+    """Index [k] into `order` at which each of the k distinct logits starts."""
     is_positive: NDArray[np.bool_]
-    """[n] whether the label is 1."""
+    """Whether the label of each row [n] is 1."""
     losses: NDArray[np.float64]
-    """[n] cross-entropy of each row in nats."""
+    """Cross-entropy [n] of each row in nats."""
     weights: NDArray[np.float64]
 
     @classmethod

@@ -327,7 +327,7 @@ def write_or_verify(file: Path, document: Mapping[str, Any]) -> None:
 
 
 def _describe_rows(entry: SuiteEntry) -> dict[str, Any]:
-    """Return a document that changes if the rows of a world or dataset change."""
+    # The document differs if the rows of a world or dataset differ.
     if isinstance(entry, SuiteWorld):
         return entry.model_dump(mode="json")
     dataset = Dataset.load(entry.dir)

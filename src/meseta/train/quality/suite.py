@@ -79,7 +79,7 @@ class SuiteConfig(Section):
     base: Path | None = None
     """Config file of a run, relative to the suite file. `None` uses that of the suite."""
     set: dict[str, Any] = Field(default={})
-    """Config keys and values, such as those of model.name."""
+    """Fixed config values by key, such as model.name."""
     tune: dict[str, list[Any] | str] = Field(default={})
     """Config keys to tune, each with a list of values or a range such as loguniform(1e-3, 1e-1)."""
     only_on: tuple[str, ...] = ()
@@ -96,13 +96,13 @@ class QualitySuite(Section):
     base: Path | None = None
     """Config file that all configs are based on. `None` if each config has its own."""
     set: dict[str, Any] = Field(default={})
-    """Keys and values of all configs."""
+    """Config values by key that all configs share."""
     tune: dict[str, list[Any] | str] = Field(default={})
     """Keys to tune in all configs."""
     configs: dict[str, SuiteConfig] = Field(min_length=2)
     """Configs to compare by name."""
     reference: str | None = None
-    """Config that charts compare the others with. `None` selects the first."""
+    """Config with which charts compare the others. `None` selects the first."""
     trials: Annotated[int, Field(ge=0, le=10_000)] = 8
     """Number of trials per config, which select its settings on the validation split of a separate seed. 0 disables
     tuning."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""Blocks of at least this size for which the heap has no free chunk are mapped separately, and unmapped when they are
+"""Minimum size of a block that is mapped separately if the heap has no free chunk for it. It is unmapped when it is
 freed."""
 _BLOCK_ALIGNMENT_BYTES = 64
 # Header, alignment and minimum size of a chunk.

@@ -248,7 +248,7 @@ def _largest_parameter(outline: nn.Module) -> str:
 
 
 def _smaller_tables(tables: Mapping[str, TableSpec]) -> dict[str, dict[str, TableSpec]]:
-    """Return config settings that save memory, each with the tables that result."""
+    # Settings that need less memory, with the tables that result.
     return {
         "embedding.dtype=bfloat16": {
             name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table

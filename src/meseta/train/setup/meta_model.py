@@ -66,7 +66,7 @@ class _AllocationTracker(TorchDispatchMode):
         """Create a tracker. Storage of `held` is already allocated, so its views are not recorded."""
         super().__init__()
         self.allocations: list[tuple[int, int]] = []
-        """(block number, bytes) in order. Bytes are negative for a free."""
+        """Allocations and frees in order, as (block number, bytes). Bytes are negative for a free."""
         self._block_ids = {tensor.untyped_storage()._cdata: -1 for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,8 +190,8 @@ def evaluation_peak_bytes(outline: nn.Module, batch_size: int, num_dense: int, *
 
 
 def _estimate_from_linear_layers(outline: nn.Module, batch_size: int) -> int:
-    """Estimate the bytes of pooled embeddings and linear outputs in float32, and of their gradients."""
     outputs = sum(layer.out_features for layer in outline.modules() if isinstance(layer, nn.Linear))
+    # Pooled embeddings and outputs of linear layers in float32, and their gradients.
     return 8 * batch_size * (_embedding_width(outline) + outputs)
 
 

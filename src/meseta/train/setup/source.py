@@ -39,7 +39,7 @@ class RowSource(ABC):
     """Source of the rows of one dataset. Messages name it by `str(source)`."""
 
     is_served: bool
-    """Whether readers decode the rows, so that the files need not be on this machine."""
+    """Whether readers decode the rows. If so, the files need not be on this machine."""
 
     @abstractmethod
     def dataset(self) -> Dataset:

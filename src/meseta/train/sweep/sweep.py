@@ -290,7 +290,6 @@ class TrialColumn:
     """Column of the tables of a sweep."""
 
     name: str
-    """Heading of the column."""
     kind: Literal["text", "metric", "speed", "value"] = "value"
 
 

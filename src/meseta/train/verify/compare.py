@@ -53,7 +53,7 @@ class Verification:
     tables: dict[str, dict[str, TableComparison]]
     """Comparison by phase, then by table name."""
     losses: list[tuple[float, float]] = field(default_factory=list)
-    """(sharded, unsharded) loss of each step."""
+    """Pairs (sharded loss, unsharded loss), one per step."""
     first_mismatch: Mismatch | None = None
     """First value outside its tolerance, ordered by (phase, step, table, row). `None` if all values are within
     tolerance."""

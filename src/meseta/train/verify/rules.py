@@ -24,8 +24,8 @@ class ToleranceRule:
     """'bits' allows no difference, 'tolerance' an absolute one, 'share' one relative to the largest compared value,
     'neighbours' adjacent values of the dtype, and 'free' any difference."""
     tolerance: float = 0.0
-    """Largest difference. For 'share' it is relative to the largest compared value. For optimizer states it is relative
-    to values above 1."""
+    """Largest difference. For 'share' it is relative to the largest compared value, and for optimizer states above 1 to
+    the state."""
 
     def __str__(self) -> str:
         if self.kind == "tolerance":
@@ -53,7 +53,7 @@ class Mismatch:
     rank: int
     """Rank that computed the sharded value."""
     values: tuple[float, float]
-    """(sharded, unsharded) value."""
+    """Pair (sharded value, unsharded value)."""
     rule: ToleranceRule
 
     def __str__(self) -> str:

@@ -47,7 +47,6 @@ class RecordedStep:
     number: int
     """Step number, starting at 1."""
     plan: Plan
-    """Plan of the tables."""
     shards: tuple[TableStorage, ...]
     """Shards of this rank after the step."""
     batch: KeyedJaggedTensor
