@@ -66,7 +66,7 @@ def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: 
     for step in (10, 12, 14):
         os.rename(step_path(run, step), f"{step_path(run, step)}.damaged")
     ended = run_here("train", config(run, tiny, **EVERY_2))
-    assert ended.code == 0 and "going on from step 8" in ended.err
+    assert ended.code == 0 and "resuming from step 8" in ended.err
     assert final_checksum(run) == final_checksum(trained)
 
 
@@ -96,10 +96,10 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     assert ended.code == 0, ended.err
     [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
     assert note.endswith(
-        ": going back to step-000000008 (checkpoint.resume 'older'), and leaving step-000000014 and step-000000012 and "
-        "step-000000010 alone"
+        ": falling back to step-000000008 (checkpoint.resume 'older'), and quarantining step-000000014 "
+        "and step-000000012 and step-000000010"
     )
-    assert "going on from step 8," in ended.err
+    assert "resuming from step 8," in ended.err
     assert final_checksum(run) == final_checksum(trained)
     assert without_times(metrics(run)) == without_times(metrics(trained))
     assert not list(run.rglob(QUARANTINE_MARKER))
@@ -125,7 +125,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
 
     changes |= {"checkpoint__resume": "auto", "checkpoint__deltas": "rolling"}
     ended = run_here("train", config(run, tiny, **changes))
-    assert ended.code == 0 and "going on from step 11," in ended.err and "note: " not in ended.err
+    assert ended.code == 0 and "resuming from step 11," in ended.err and "note: " not in ended.err
     assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["12", "14"]
     assert tree(step_path(run, 10)) == before[10]
     for step in (12, 14):  # saved anew
@@ -147,7 +147,7 @@ def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) ->
     flip_middle(step_path(run, 14) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).symlink_to(run.parent / "elsewhere")
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 0 and "going on from step 12" in ended.err and "note: " not in ended.err
+    assert ended.code == 0 and "resuming from step 12" in ended.err and "note: " not in ended.err
     assert not (run.parent / "elsewhere").exists()
 
 
@@ -156,7 +156,7 @@ def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None
     flip_middle(step_path(run, 10) / ROWS)
     (step_path(run, 14) / QUARANTINE_MARKER).write_text("")
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)
+    assert ended.code == 0 and re.search("quarantining step-000000012 and step-000000010", ended.err)
     assert final_checksum(run) == final_checksum(trained)
 
 
@@ -174,10 +174,10 @@ def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
     assert ended.errors[0].endswith("is whole, and the same command takes it with checkpoint.resume=older")
     stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
     ended = run_here("train", config(run, tiny, **stopped))
-    assert ended.code == 0 and "going back to step-000000008" in ended.err, ended
+    assert ended.code == 0 and "falling back to step-000000008" in ended.err, ended
     assert [path.name[-2:] for path in make_store(url).list_candidates()] == ["02", "04", "06", "08", "09"]
     assert bytes(store.cat_file(name)) == content
     ended = run_here("train", config(run, tiny, **OLDER, checkpoint__dir=url))
-    assert ended.code == 0 and "going on from step 9," in ended.err, ended
+    assert ended.code == 0 and "resuming from step 9," in ended.err, ended
     assert verify(f"{url}/step-000000014") == final_checksum(trained)
     assert make_store(url).quarantined() == []

@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_offer_works(
         assert tree(run) == before
     os.rename(newest, f"{newest}.damaged")
     ended = run_here("train", config)
-    assert ended.code == 0 and "going on from step 12" in ended.err
+    assert ended.code == 0 and "resuming from step 12" in ended.err
     assert final_checksum(run) == final_checksum(trained)
 
 
@@ -371,7 +371,7 @@ def test_strange_names_among_checkpoints_are_named_and_left_alone(tiny: Path, tr
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
     assert ended.code == 0
     told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
-    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is left alone" for n in names)
+    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is ignored" for n in names)
     assert all((parent / name).exists() for name in names)
     assert final_checksum(run) == final_checksum(trained)
     listed = run_here("checkpoint", "list", run)

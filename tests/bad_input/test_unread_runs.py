@@ -111,7 +111,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(
     assert tree(run) == before
     newest.rename(f"{newest}.unread")
     ended, _ = attempt(run, tiny, "older", lambda read: None)
-    assert ended.code == 0 and "going on from step 8," in ended.err
+    assert ended.code == 0 and "resuming from step 8," in ended.err
     assert not list(run.rglob(QUARANTINE_MARKER))
 
 

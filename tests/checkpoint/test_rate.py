@@ -236,6 +236,6 @@ def test_slower_than_ranks_wait_for_each_other_is_refused(
     limits = train_saving.ProcessTimeouts.limits
     monkeypatch.setattr(train_saving.ProcessTimeouts, "limits", type(limits)(stall_s=stall_s))
     world = World(rank=1, size=2, device=torch.device("cpu"))
-    with pytest.raises(MesetaError, match=f"is 1,500,000, and must be at least {least} for each rank"):
+    with pytest.raises(MesetaError, match=f"is 1,500,000, but must be at least {least} per rank"):
         CheckpointManager(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)
     CheckpointManager(CheckpointConfig(max_bytes_per_s=6e7), tmp_path, world)

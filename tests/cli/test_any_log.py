@@ -137,7 +137,7 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
     assert Path("runs/log/notes.txt").read_text() == "mine"
     command = ["train", "--data", "log.csv", "--sparse", "a", "--ignore", "b", *settings, "model.dropout=0.5"]
     refusal = error_of(*command)
-    assert "trains another model" in refusal and "--force" in refusal
+    assert "has another model" in refusal and "--force" in refusal
     output_of(*command, "--force")
     assert yaml.safe_load(Path("runs/log/config.yaml").read_text())["model"]["dropout"] == 0.5
     assert "checkpoint.mirror" in error_of("train", "runs/log/config.yaml", "--force", "checkpoint.mirror=memory://x")

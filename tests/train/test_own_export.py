@@ -168,7 +168,7 @@ def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
     assert [one.pop("step") for one in figures] == [0, 3] and all(one.pop("run") for one in figures)
     assert figures[0] == figures[1]
     ended = run_here(*arguments)
-    assert ended.code == 1 and "has a checkpoint" in ended.err and len(ended.err.splitlines()) == 1
+    assert ended.code == 1 and "already has a checkpoint" in ended.err and len(ended.err.splitlines()) == 1
     assert run_here("train", config).code == 0
 
 
@@ -178,7 +178,7 @@ def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
         (["--from", "mesta"], "--from 'mesta' is unknown; did you mean 'meseta'?"),
         (["--from", "torch", "--states"], "--states is for --from meseta alone"),
         (["--from", "meseta", "--rename", "a=b"], "--rename and --ignore are not for --from meseta"),
-        (["--from", "torch"], "is an export of `meseta checkpoint export`; say --from meseta"),
+        (["--from", "torch"], "is an export of `meseta checkpoint export`; use --from meseta"),
     ],
 )
 def test_wrong_options(run: Path, tiny: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -204,8 +204,8 @@ def change(document: Any, path: str, value: Any) -> None:
         ("step", 1.5, "'step'"),
         ("embedding_step", 1 << 60, "'embedding_step': input should be less"),
         ("embedding_step", None, "has no optimizer states"),
-        ("dense_optimizer", "SGD", "trained with SGD, but the config asks for Adam"),
-        ("states", False, "has no optimizer states; export the checkpoint of a run with --states"),
+        ("dense_optimizer", "SGD", "trained with SGD, but the config has Adam"),
+        ("states", False, "has no optimizer states; export the checkpoint again with --states"),
         ("states", "yes", "'states'"),
         ("more", 1, "'more' is no key of it"),
         ("tables", [], "'tables'"),
@@ -248,7 +248,7 @@ def test_what_is_missing(run: Path, config: Callable[..., RunConfig], tmp_path: 
     ):
         with pytest.raises(MesetaError, match=message):
             import_export(run.parent / name, config(), states=states)
-    with pytest.raises(MesetaError, match="say --from meseta"):
+    with pytest.raises(MesetaError, match="use --from meseta"):
         import_model(run.parent / "bare", "torch", config())
     with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' is \(8,\) there and \(9,\)"):
         import_export(run.parent / "bare", config(model__top_mlp=[9]))
@@ -276,8 +276,16 @@ def spoil_safetensors(file: Path, name: str, change: Callable[[Tensor], Tensor |
         ("user: exp_avg_sq", lambda t: t + float("inf"), "'exp_avg_sq' has values that are not finite"),
         ("model.top_mlp.0.bias", lambda t: t * float("nan"), "'model.top_mlp.0.bias' has values that are not finite"),
         ("model.top_mlp.0.bias", lambda t: None, "is nothing there and (8,) in the model"),
-        ("optimizer.top_mlp.0.bias.exp_avg", lambda t: None, "'optimizer.top_mlp.0.bias.exp_avg' is missing"),
-        ("optimizer.top_mlp.0.bias.exp_avg", lambda t: t[:3].clone(), "is torch.float32 [3], and must be"),
+        (
+            "optimizer.top_mlp.0.bias.exp_avg",
+            lambda t: None,
+            "'optimizer.top_mlp.0.bias.exp_avg' must be floating-point [8], but is missing",
+        ),
+        (
+            "optimizer.top_mlp.0.bias.exp_avg",
+            lambda t: t[:3].clone(),
+            "must be floating-point [8], but is torch.float32 [3]",
+        ),
         ("optimizer.top_mlp.0.bias.step", lambda t: t.reshape(1).clone(), "must be floating-point []"),
         ("optimizer.top_mlp.0.bias.step", lambda t: t.long(), "is torch.int64 []"),
     ],

@@ -287,7 +287,7 @@ def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) 
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
-    with pytest.raises(MesetaError, match="has been prepared anew"):
+    with pytest.raises(MesetaError, match="was prepared again"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 
@@ -312,7 +312,7 @@ def refused(ended: Ended, *words: str) -> None:
 def test_predictions_of_a_split_are_made_where_it_lies(run: Path, tier: Tier, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
     ended = run_here("predict", run, "--out", out)
-    refused(ended, f"the readers of {tier.dispatcher.url}", "name their folder with --data DIR", "--data FILE")
+    refused(ended, f"the readers of {tier.dispatcher.url}", "pass their folder with --data DIR", "--data FILE")
     assert not out.exists()
     assert run_here("predict", run, "--out", out, "--data", data).code == 0
 
@@ -344,7 +344,7 @@ def test_data_that_change_while_a_command_begins(tier: Tier, tmp_path: Path) -> 
     config = RunConfig.model_validate(served(tier, tmp_path / "run"))
     dataset = make_row_source(config.data).dataset()
     assert make_reader(config, dataset, "test", World.single()).num_rows == 279
-    with pytest.raises(MesetaError, match="has been prepared anew since this command began"):
+    with pytest.raises(MesetaError, match="was prepared again while this command ran"):
         make_reader(config, dataset.model_copy(update={"seed": 5}), "test", World.single())
 
 

@@ -88,9 +88,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> N
     newest, best = (load_trained(tmp_path / "run", "test", World.single(), best=b).step for b in (False, True))
     assert (newest, best) == (12, 4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[0])
-    with pytest.raises(
-        MesetaError, match=r"step 4 was its best, and no checkpoint has it; train with checkpoint\.keep"
-    ):
+    with pytest.raises(MesetaError, match=r"the best step is 4, but it has no checkpoint; train with checkpoint\.keep"):
         load_trained(tmp_path / "run", "test", World.single(), best=True)
 
 
