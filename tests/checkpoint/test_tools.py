@@ -206,7 +206,7 @@ def test_only_the_tables_asked_for_and_no_states(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "run", 1)
     (tmp_path / "there").mkdir()
-    with pytest.raises(MesetaError, match="exists; choose a new one"):
+    with pytest.raises(MesetaError, match="exists; give a folder that does not"):
         export(path, tmp_path / "there", "numpy")
     with pytest.raises(MesetaError, match=r"no table of checkpoint .* matches 'nope'"):
         export(path, tmp_path / "out", "numpy", tables=["nope"])

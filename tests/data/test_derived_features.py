@@ -194,7 +194,7 @@ def test_the_schema_that_is_printed_holds_all(tmp_path: Path) -> None:
             "must be one character, no quote, line end or sign of weights",
         ),
         ("delimiter: ';;;;;;;;;'", "key 'delimiter': string should have at most 8 char"),
-        ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters, and no quote"),
+        ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters without a quote or a line end"),
     ],
 )
 def test_bad_schemas_are_named(tmp_path: Path, text: str, message: str) -> None:

@@ -150,7 +150,8 @@ def test_an_encoding_is_for_text(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table({"label": [0, 1]}), buffer)
     message = refused(tmp_path, "log.parquet", buffer.getvalue(), encoding="cp1252")
-    assert "an encoding is for text, and " in message and message.endswith("log.parquet' is Parquet")
+    assert "an encoding is for text, but " in message
+    assert message.endswith("log.parquet' is Parquet; remove the encoding")
 
 
 BAD = csv_text().encode().replace("Köln".encode(), "Köln".encode("cp1252"))

@@ -54,7 +54,7 @@ SPOILS: dict[str, tuple[Change, str]] = {
     ),
 }  # fmt: skip
 OTHER_ROWS: dict[str, tuple[Change, str]] = {
-    "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json tells"),
+    "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json shows"),
     "statistics": (lambda d: feature(d, "city")["statistics"].update(num_uniques=1), "other rows, as statistics in"),
 }
 """What other data may have to be evaluated, but not to go on with."""

@@ -250,7 +250,7 @@ def test_what_is_missing(run: Path, config: Callable[..., RunConfig], tmp_path: 
             import_export(run.parent / name, config(), states=states)
     with pytest.raises(MesetaError, match="use --from meseta"):
         import_model(run.parent / "bare", "torch", config())
-    with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' is \(8,\) there and \(9,\)"):
+    with pytest.raises(MesetaError, match=r"export '.*'model.top_mlp.0.bias' has shape \(8,\), but \(9,\)"):
         import_export(run.parent / "bare", config(model__top_mlp=[9]))
     assert list(tmp_path.iterdir()) == []
     import_export(run.parent / "bare", config(embedding__optimizer__name="sgd", dense__optimizer__name="sgd"))
@@ -275,7 +275,7 @@ def spoil_safetensors(file: Path, name: str, change: Callable[[Tensor], Tensor |
         ),
         ("user: exp_avg_sq", lambda t: t + float("inf"), "'exp_avg_sq' has values that are not finite"),
         ("model.top_mlp.0.bias", lambda t: t * float("nan"), "'model.top_mlp.0.bias' has values that are not finite"),
-        ("model.top_mlp.0.bias", lambda t: None, "is nothing there and (8,) in the model"),
+        ("model.top_mlp.0.bias", lambda t: None, "has shape nothing, but (8,) in the model"),
         (
             "optimizer.top_mlp.0.bias.exp_avg",
             lambda t: None,

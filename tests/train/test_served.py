@@ -287,7 +287,7 @@ def test_files_are_asked_for_by_feature(tier: Tier, feature: str, problem: str) 
     described = dispatcher.describe(None)
     with pytest.raises(MesetaError, match=problem):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest=described.digest, feature=feature)))
-    with pytest.raises(MesetaError, match="was prepared again"):
+    with pytest.raises(MesetaError, match="has been prepared anew"):
         list(dispatcher.fetch_table(TableRequest(dataset="click", digest="0" * 64, feature=None)))
 
 
@@ -334,7 +334,7 @@ def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
         return write_config(tmp_path / "c.yaml", served(tier, tmp_path / "run", **changes))
 
     refused(run_here("train", config(), "data.service.dataset=clik"), "no dataset 'clik'; did you mean 'click'?")
-    refused(run_here("train", config(data__labels=["buy"])), "no label of dataset 'click at 127.0.0.1:")
+    refused(run_here("train", config(data__labels=["buy"])), "is not a label of dataset 'click at 127.0.0.1:")
     refused(run_here("train", config(data__filter="size > 3")), "size")
     refused(run_here("train", config(), "--data", "x.csv"), "--data 'x.csv' and data.service.url", "leave one out")
     assert not (tmp_path / "run").exists()
