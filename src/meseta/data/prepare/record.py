@@ -81,7 +81,7 @@ def record_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str 
             return f"{name!r} has changed, or is in another split"
     for name in before["sources"]:
         if name not in now["sources"]:
-            return f"its source {name!r} is missing now"
+            return f"{name!r} is not one of the sources now"
     if list(before["sources"]) != list(now["sources"]):
         return "its sources were in another order"
     for name in {**before["options"], **now["options"]}:
