@@ -38,8 +38,7 @@ from meseta.machine.environment_variables import environ
 from meseta.machine.processes import exit_immediately, remove_scratch_files
 from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.machine.wait_policy import set_wait_policy
-from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE as RANK_RECORD
-from meseta.telemetry.rank_record import CurrentRankRecord
+from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE, CurrentRankRecord
 from meseta.telemetry.watching.memory_watch import check_start_memory
 from meseta.telemetry.watching.stalls import StallReporter
 
@@ -107,7 +106,7 @@ def main() -> None:
     rank = environ.get("RANK", "0")
     where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
-        if RANK_RECORD in environ:  # of a rank that `--nproc` has started, which has torch
+        if RANK_RECORD_VARIABLE in environ:  # of a rank that `--nproc` has started, which has torch
             from meseta.comm.recording import start_record
 
             start_record()

@@ -24,7 +24,7 @@ from meseta.comm.world import World
 from meseta.errors import ERROR_PREFIX, MesetaError, error_summary
 from meseta.machine.environment_variables import environ
 from meseta.machine.processes import exit_immediately
-from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE as RENDEZVOUS
+from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.machine.time_limits import HANG_EXIT_CODE, TimeLimits
 from meseta.telemetry.diagnosis import (
     Diagnosis,
@@ -159,7 +159,7 @@ def start_peer_watchdog(world: World) -> PeerWatchdog | None:
     """Let the ranks watch each other from now on, where no launcher does it and they have met in a store of theirs.
     Collective."""
     record = CurrentRankRecord.record
-    if world.size == 1 or record is None or RENDEZVOUS in environ or "MASTER_ADDR" not in environ:
+    if world.size == 1 or record is None or RENDEZVOUS_VARIABLE in environ or "MASTER_ADDR" not in environ:
         return None
     watch = PeerWatchdog(record, world.size, ProcessTimeouts.limits)
     world.barrier()

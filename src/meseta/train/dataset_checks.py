@@ -38,8 +38,7 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
             if digest != digests[0]:
                 raise MesetaError(
                     f"dataset {str(dataset.dir)!r}: rank {rank} and rank 0 have different files {DATASET_FILE}; copy "
-                    f"the "
-                    "same folder to all hosts"
+                    "the same folder to all hosts"
                 )
     return dataset
 
