@@ -127,7 +127,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ),
         (
             "data.service.url=https://h:1",
-            ["key 'data.service.url': readers: an address is grpc://HOST:PORT, or"],
+            ["key 'data.service.url': readers: an address must be grpc://HOST:PORT, or"],
         ),
         ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc+tls://HOST:PORT, got 'grpc://h'"]),
         ("data.service.url=grpc://h:port", ["key 'data.service.url'", "grpc://HOST:PORT"]),

@@ -290,8 +290,8 @@ def test_encryption_on_one_side(tier: Tier, folder: Path, strange: Callable[...,
     assert "answers those with keys alone; name their folder, by --keys DIR or data.service.keys=DIR" in said
     said = refusal(ask(plain.replace("grpc", "grpc+tls"), folder))
     assert "speaks without encryption; start it with --keys, or leave the keys out" in said
-    assert "with keys an address is grpc+tls://HOST:PORT" in refusal(ask(plain, folder))
-    assert "it takes keys; name their folder" in refusal(ask(tier.service.url, None))
+    assert "with keys an address must be grpc+tls://HOST:PORT" in refusal(ask(plain, folder))
+    assert "an encrypted address needs keys; set their folder" in refusal(ask(tier.service.url, None))
 
 
 def test_a_certificate_that_expires_under_a_server(tmp_path: Path, strange: Callable[..., str]) -> None:

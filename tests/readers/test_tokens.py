@@ -163,7 +163,7 @@ def folder_given_away(path: Path) -> None:
     [
         (readable, "7.token' may be read by others, and is a secret; chmod 600 "),
         (give_away, "7.token' belongs to another user; remove it"),
-        (linked, "7.token' cannot be read .it is a device, no regular file.; remove it"),
+        (linked, "7.token' cannot be read .it is a device, not a regular file.; remove it"),
         (emptied, "7.token' has 0 characters, and must have 43 or more"),
         (short, "7.token' has 42 characters, and must have 43 or more"),
         (folder_open, "others may enter it; chmod 700 "),
