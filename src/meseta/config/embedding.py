@@ -15,7 +15,7 @@ from meseta.spec.tables import InitKind, Pooling, TableDtype
 
 
 class RowOptimizerConfig(Section):
-    """Row optimizer. The keys are described at meseta.OptimizerSpec."""
+    """See meseta.OptimizerSpec for the meaning of the keys."""
 
     keys_described_by = OptimizerSpec
     name: str = "rowwise_adagrad"
@@ -46,7 +46,7 @@ class RowOptimizerConfig(Section):
 
 
 class InitConfig(Section):
-    """Initial values of rows. The keys are described at meseta.InitSpec."""
+    """See meseta.InitSpec for the meaning of the keys."""
 
     keys_described_by = InitSpec
     kind: InitKind = "uniform"

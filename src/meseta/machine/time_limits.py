@@ -10,7 +10,7 @@ from meseta.errors import MesetaError
 HANG_EXIT_CODE = 76
 """Exit code of a command whose ranks were unresponsive or stuck."""
 WARN_DELAY_S = 30.0
-"""Maximum seconds that a rank waits before the launcher warns about it."""
+"""Maximum seconds that a rank waits before a warning is printed."""
 # The run is stopped first, because its diagnosis says more than torch's timeout error.
 TRANSPORT_GRACE_S = 120.0
 """Seconds added to `stall_s` for the timeout of torch's process groups."""
