@@ -56,7 +56,7 @@ def test_a_run_at_a_url(run: Run, tiny: Path, tmp_path: Path, url: str) -> None:
 def test_dir_and_mirror_are_one_too_many(run: Run, tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny, tmp_path / "run", checkpoint__dir=URL, checkpoint__mirror="memory://bucket/other")
     code, _, err = run("train", write_config(tmp_path / "c.yaml", document))
-    assert code == 1 and "what is written to a URL is not copied to another; leave one out" in err
+    assert code == 1 and "checkpoints at a URL are not copied; leave one out" in err
 
 
 @pytest.mark.parametrize("key", ["dir", "mirror"])

@@ -290,8 +290,8 @@ def test_encryption_on_one_side(tier: Tier, folder: Path, strange: Callable[...,
     assert "accepts only clients with keys; name their folder with --keys DIR or data.service.keys=DIR" in said
     said = refusal(ask(plain.replace("grpc", "grpc+tls"), folder))
     assert "does not use encryption; start it with --keys, or remove the keys" in said
-    assert "with keys an address is grpc+tls://HOST:PORT" in refusal(ask(plain, folder))
-    assert "it takes keys; name their folder" in refusal(ask(tier.service.url, None))
+    assert "with keys an address must be grpc+tls://HOST:PORT" in refusal(ask(plain, folder))
+    assert "an encrypted address needs keys; set their folder" in refusal(ask(tier.service.url, None))
 
 
 def test_a_certificate_that_expires_under_a_server(tmp_path: Path, strange: Callable[..., str]) -> None:

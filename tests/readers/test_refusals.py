@@ -78,7 +78,7 @@ def test_nothing_but_this_machine_is_listened_on(listen: str, why: str) -> None:
     with pytest.raises(MesetaError, match=why):
         Endpoint.from_options(listen)
     assert Endpoint.from_options("localhost:80") == Endpoint(port=80)
-    with pytest.raises(MesetaError, match=r"without keys an address is one of this machine"):
+    with pytest.raises(MesetaError, match=r"without keys an address must be on this machine"):
         Endpoint.from_options("127.0.0.1:7077", "host7")
 
 

@@ -165,7 +165,7 @@ def folder_given_away(path: Path) -> None:
     [
         (readable, "7.token' is a secret, but others may read it; chmod 600 "),
         (give_away, "7.token' belongs to another user; remove it"),
-        (linked, "7.token' cannot be read .it is a device, no regular file.; remove it"),
+        (linked, "7.token' cannot be read .it is a device, not a regular file.; remove it"),
         (emptied, "7.token' must have 43 or more characters, all of them letters, digits, - and _, got 0"),
         (short, "7.token' must have 43 or more characters, all of them letters, digits, - and _, got 42"),
         (folder_open, "others may enter it; chmod 700 "),

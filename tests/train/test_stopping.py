@@ -107,7 +107,7 @@ def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(tiny: Path, tm
 
 def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
     document = settings(tmp_path, tmp_path / "run", train__early_stopping={"patience": 2})
-    with pytest.raises(MesetaError, match=r"patience needs evaluations on the way; set train\.eval_every_steps"):
+    with pytest.raises(MesetaError, match=r"patience needs evaluations during training; set train\.eval_every_steps"):
         load_config(write_config(tmp_path / "config.yaml", document))
 
 
