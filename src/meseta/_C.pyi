@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 def hash_categories(
     data: NDArray[np.uint8], offsets: NDArray[np.int32] | NDArray[np.int64], seed: int, out: NDArray[np.uint64]
 ) -> None:
-    """Write XXH64 of string i, data[offsets[i]:offsets[i + 1]], to out[i]; ValueError for offsets outside data."""
+    """Write XXH64 of string i, data[offsets[i]:offsets[i + 1]], to out[i]. Raises ValueError if offsets exceed data."""
 
 def hash_categories_to_rows(
     data: NDArray[np.uint8],
@@ -18,10 +18,10 @@ def hash_categories_to_rows(
     num_rows: int,
     out: NDArray[np.int32] | NDArray[np.int64],
 ) -> None:
-    """As `hash_categories`, but write the high 64 bits of hash * num_rows, a row in 0..num_rows-1."""
+    """Write the upper 64 bits of hash * num_rows for each string, a row in 0..num_rows-1. See `hash_categories`."""
 
 def scan_whole_numbers(data: NDArray[np.uint8], offsets: NDArray[np.int32] | NDArray[np.int64]) -> tuple[int, int]:
-    """Return how many strings `respell_whole_numbers` changes, and how many are no whole numbers."""
+    """Return (number of strings that `respell_whole_numbers` changes, number of strings that are not whole numbers)."""
 
 def respell_whole_numbers(
     data: NDArray[np.uint8],
@@ -29,8 +29,10 @@ def respell_whole_numbers(
     out: NDArray[np.uint8],
     out_offsets: NDArray[np.int64],
 ) -> int:
-    """Write n strings, whole numbers in their usual spelling, to out by out_offsets [n + 1]. Return the bytes written;
-    a changed string needs room for 21."""
+    """Write n strings, with whole numbers in their canonical spelling, to out and out_offsets [n + 1].
+
+    Returns the number of bytes. `out` must have 21 bytes for each changed string.
+    """
 
 def parse_tsv(
     raw: NDArray[np.uint8],
@@ -40,8 +42,11 @@ def parse_tsv(
     data: NDArray[np.uint8],
     firsts: NDArray[np.int64],
 ) -> bool:
-    """Cut lines of 1 + 13 + 26 fields into label [n], dense [13, n] with missing and negative numbers as 0, and strings
-    in data [len(raw)], those of feature k from firsts[k] on by offsets [26, n + 1]; False for an unusual line."""
+    """Parse lines of 1 + 13 + 26 fields. Returns whether all lines have the usual form.
+
+    Writes label [n], dense [13, n] (negative and missing numbers are 0), and strings to data [len(raw)]. Those of
+    feature k start at firsts[k], with offsets [26, n + 1].
+    """
 
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
@@ -54,13 +59,13 @@ def uniform_rows_at(
     out: NDArray[np.float32] | NDArray[np.float64],
     num_threads: int,
 ) -> None:
-    """As `uniform_rows`, of any rows."""
+    """Fill out as `uniform_rows`, for arbitrary rows."""
 
 def start_heartbeat(descriptor: int, offset: int, interval_s: float) -> None:
-    """Begin a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
+    """Start a thread that writes (monotonic time, CPU time) in ns to 16 bytes of an open file."""
 
 def stop_heartbeat() -> None:
-    """End it, if there is one."""
+    """Stop the thread, if there is one."""
 
 def coalesce_float32(
     ids: NDArray[np.int64],
@@ -72,7 +77,7 @@ def coalesce_float32(
     sums: NDArray[np.float32],
     num_threads: int,
 ) -> int:
-    """Write touched rows and their sums to the first U entries of rows [nnz] and sums [nnz, D]; return U."""
+    """Write touched rows and their sums to the first U entries of rows [nnz] and sums [nnz, D]. Returns U."""
 
 def coalesce_float64(
     ids: NDArray[np.int64],
@@ -84,7 +89,7 @@ def coalesce_float64(
     sums: NDArray[np.float64],
     num_threads: int,
 ) -> int:
-    """As `coalesce_float32`."""
+    """Sum float64 gradients as `coalesce_float32`."""
 
 def gather_limit(
     tables: list[int],
@@ -95,17 +100,21 @@ def gather_limit(
     burst: int,
     num_threads: int,
 ) -> tuple[int, float]:
-    """Sum modulo 2^32 of the words of all rows read, and the seconds it took; `tables` has (address, bytes of a row,
-    rows) of each table. ValueError for bounds or ids outside."""
+    """Return (sum modulo 2^32 of the words of all rows, seconds). `tables` has (address, bytes per row, rows) of each.
+
+    Raises ValueError if bounds or ids are out of range.
+    """
 
 def radix_sort(entries: NDArray[np.uint64], first_bit: int, last_bit: int) -> None:
-    """Sort by bits first_bit..last_bit-1 in place, keeping the order of equal ones (for tests of radix.h)."""
+    """Sort by bits first_bit..last_bit-1 in place. Equal entries keep their order. Exists for tests of radix.h."""
 
 def count_outside(
     ids: int, num_ids: int, wide: bool, bounds: list[int], num_rows: list[int], counts: int, num_threads: int
 ) -> None:
-    """Add to counts [F] how many ids[bounds[f]:bounds[f + 1]] are outside 0..num_rows[f]-1. ids and counts are
-    addresses, here and below; `wide`: 64-bit ids. ValueError for sizes that do not fit, here and below."""
+    """Add to counts [F] how many of ids[bounds[f]:bounds[f + 1]] are outside 0..num_rows[f]-1.
+
+    Here and below, tensors are addresses, `wide` means int64, and ValueError is raised if sizes do not match.
+    """
 
 def fix_ids(
     ids: int,
@@ -117,23 +126,26 @@ def fix_ids(
     policies: list[int],
     outputs: list[int],
 ) -> int:
-    """Write ids, lengths, kept positions and (feature, sample, id) of the first refused one; return how many ids are
-    left."""
+    """Write ids, lengths, kept positions and (feature, sample, id) of the first error. Returns the number of ids."""
 
 def row_lookup(
     tables: list[int], kind: int, ids: int, num_ids: int, wide: bool, bounds: list[int], num_threads: int
 ) -> None:
-    """Write the rows of each feature; `tables` has (address, rows, columns, address of the output) of each."""
+    """Write the rows of each feature. `tables` has (address, rows, columns, address of the output) of each."""
 
 def weight_gradient(
     tables: list[int], kind: int, ids: list[int], offsets: list[int], gradient: int, out: int, num_threads: int
 ) -> None:
-    """Write a float for each id of a weighted feature; `tables` has (address, rows, columns, flags) of each, `ids`
-    (address, count, wide), `offsets` (address, bags of a feature)."""
+    """Write a float for each id of a weighted feature. `tables` has (address, rows, columns, flags) of each.
+
+    `ids` is (address, count, wide). `offsets` is (address, bags per feature).
+    """
 
 def bucketize(cuts: list[int], sizes: list[int], inputs: list[int], outputs: list[int], num_threads: int) -> None:
-    """inputs: addresses of ids and lengths, ids, bags of a feature, whether ids and lengths are wide; outputs:
-    addresses of local ids, lengths, order and totals."""
+    """Group ids by owner. `inputs` is (ids, lengths, number of ids, bags per feature, wide ids, wide lengths).
+
+    `outputs` has the addresses of local ids, lengths, order and totals.
+    """
 
 def hash_ids(
     ids: int, count: int, wide: bool, num_rows: int, seed: int, xxh: bool, rows: int, num_threads: int
@@ -141,16 +153,19 @@ def hash_ids(
     """Write a row for each id."""
 
 def unique(ids: int, num_ids: int, wide: bool, bounds: list[int], outputs: list[int], num_threads: int) -> int:
-    """Write rows, inverse, counts and bounds of the distinct ids of each group; return how many there are."""
+    """Write rows, inverse, counts and bounds of the distinct ids of each group. Returns the number of distinct ids."""
 
 def permute_keys(arrays: list[int], bounds: list[int], order: list[int], num_threads: int) -> None:
-    """`arrays`: (address, bytes of an element, elements, address of the output) of each."""
+    """Permute keys. `arrays` has (address, element size, elements, address of the output) of each."""
 
 def place_columns(
     out: list[int], sources: list[int], moves: list[int], scale: float, wide: bool, num_threads: int
 ) -> None:
-    """Copy or add columns; `out` is (address, rows, columns, numbers from row to row), `sources` the same without rows,
-    `moves` (source, first column, first column of `out`, columns, whether to add) of each. `wide`: float64."""
+    """Copy or add columns. `out` is (address, rows, columns, row stride). `wide` means float64.
+
+    `sources` has (address, columns, row stride) of each. `moves` has (source, first column, first column of `out`,
+    columns, whether to add) of each.
+    """
 
 def encode_columns(
     out: list[int],
@@ -162,14 +177,16 @@ def encode_columns(
     counted: list[int],
     num_threads: int,
 ) -> None:
-    """Place columns and encode them; `out` is (address, rows, bytes of a row), `layout` codec, exponent, and the number
-    of pieces and their widths, `random` keys, first columns and the first row, or nothing, `counted` the addresses of
-    the numbers of rows and of the count of numbers that are too large, or 0."""
+    """Encode columns. `out` is (address, rows, bytes per row).
+
+    `layout` has codec, exponent, numbers and widths of pieces. `random` has keys, first columns and the first row, or
+    is empty. `counted` has the addresses of row numbers and of the count of clamped numbers, or 0.
+    """
 
 def decode_columns(
     out: list[int], sources: list[int], moves: list[int], layout: list[int], scale: float, num_threads: int
 ) -> None:
-    """The way back; `out` is (address, rows, columns, numbers from row to row), `sources` addresses."""
+    """Decode columns. `out` is (address, rows, columns, row stride). `sources` has addresses."""
 
 def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_threads: int) -> None:
     """Write count + 1 offsets."""
@@ -177,7 +194,7 @@ def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_t
 def quantize_rows(
     rows: int, kind: int, shape: list[int], format: int, adaptive: bool, origin: list[int], codes: int, num_threads: int
 ) -> None:
-    """Write the bytes of rows; `origin`: key, first row and first column of the random bits, or nothing."""
+    """Write the bytes of rows. `origin` has key, first row and first column of the random bits, or is empty."""
 
 def dequantize_rows(codes: int, shape: list[int], format: int, rows: int, num_threads: int) -> None:
     """Write the floats of rows."""
@@ -190,7 +207,7 @@ def uniform_rows(
     out: NDArray[np.float32] | NDArray[np.float64],
     num_threads: int,
 ) -> None:
-    """Fill out [rows, columns] with scale * (2 u - 1), u the 24 high bits of the cell's word of `random_bits`."""
+    """Fill out [rows, columns] with scale * (2 u - 1). u has the upper 24 bits of the cell's word of `random_bits`."""
 
 def pooled_lookup(
     tables: list[int],
@@ -205,8 +222,10 @@ def pooled_lookup(
     out_stride: int,
     num_threads: int,
 ) -> None:
-    """Write the bags of each feature side by side; `tables` has (address, rows, columns, flags) of each, and num_bags
-    counts those of one feature."""
+    """Write the pooled bags of all features. `tables` has (address, rows, columns, flags) of each.
+
+    `num_bags` is the number of bags per feature.
+    """
 
 def row_update(
     tables: list[int],
@@ -229,7 +248,7 @@ def row_update(
     step: int,
     num_threads: int,
 ) -> None:
-    """Step the rows that the batch touched; see read_tables and add_features in row_update/cpu.cpp for the lists."""
+    """Update the rows that the batch touched. See read_tables and add_features in row_update/cpu.cpp for the lists."""
 
 def row_apply(
     tables: list[int],
@@ -250,12 +269,12 @@ def row_apply(
     step: int,
     num_threads: int,
 ) -> None:
-    """Step the given rows of one table, or write the block sums of a stage where `summands` is not 0."""
+    """Update the given rows of one table, or write the block sums of a stage if `summands` is not 0."""
 
 def dot_interaction(
     num_samples: int, num_features: int, dim: int, bfloat: bool, x: int, pooled: int, out: int, num_threads: int
 ) -> None:
-    """Write x and the products of pairs; `bfloat`: x and out are bfloat16, here and below."""
+    """Write x and the products of pairs. Here and below, `bfloat` means that x and out are bfloat16."""
 
 def dot_interaction_backward(
     num_samples: int,
@@ -282,7 +301,7 @@ def relu_backward(
     bias_gradient: int,
     num_threads: int,
 ) -> None:
-    """Write the gradient before the ReLU, its transpose and its sum over samples; 0 for what is not wanted."""
+    """Write the gradient before the ReLU, its transpose and its sum over samples. Address 0 skips an output."""
 
 def product(
     kind: int,
@@ -292,72 +311,74 @@ def product(
     b_strides: Sequence[int],
     num_threads: int,
 ) -> None:
-    """Write a b + bias; shape is (batch, rows, columns, terms), addresses are those of a, b, bias (0: none), result."""
+    """Write a b + bias. `shape` is (batch, rows, columns, terms), `addresses` those of a, b, bias or 0, result."""
 
 def allocate(bytes: int, keep: bool) -> Any:
-    """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""
+    """Allocate a block on 2 MB pages, for torch.from_dlpack. With `keep`, a freed block serves the next request."""
 
 def release_idle_memory() -> None:
-    """Freed blocks that were kept go to the system."""
+    """Return freed blocks to the operating system."""
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed."""
+    """Configure glibc to keep freed memory."""
 
 def slot_map(capacity: int, wide: bool) -> object:
-    """A map from 64-bit keys to slots; slots reach 2**32 - 2, `wide` 2**63 - 2."""
+    """Create a map from 64-bit keys to slots up to 2**32 - 2, or 2**63 - 2 if `wide`."""
 
 def slot_map_find(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
-    """Write the slot of each key, -1 where it is absent."""
+    """Write the slot of each key, -1 for missing keys."""
 
 def slot_map_insert(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> int:
-    """Put keys; how many are new."""
+    """Insert keys. Returns the number of new keys."""
 
 def slot_map_remove(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
-    """Take keys out, and write the slot that each had."""
+    """Remove keys, and write the slot that each had."""
 
 def slot_map_items(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
-    """Write all keys and slots; how many there are."""
+    """Write all keys and slots. Returns their number."""
 
 def slot_map_size(directory: object) -> int: ...
 def slot_map_bytes(directory: object) -> int: ...
 def eviction(num_slots: int, num_ghosts: int, half_lives: list[int]) -> object:
-    """Scores of a cache and of rows that left it; half-lives in lookups, the first one until trials tell another."""
+    """Create an eviction policy. Half-lives are in lookups. The first one is used until trials select another."""
 
 def eviction_touch(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64], num_lookups: int) -> None:
-    """Rows in slots were asked for."""
+    """Record requests of rows in slots."""
 
 def eviction_admit(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Give slots the scores that were kept of rows."""
+    """Restore the ghost scores of rows in slots."""
 
 def eviction_choose(policy: object, rows: NDArray[np.int64], pins: NDArray[np.int32], out: NDArray[np.int64]) -> bool:
-    """Write slots of least score and keep their scores; whether as many have no pin."""
+    """Write the slots of victims and store their scores. Returns false if fewer slots are unpinned."""
 
 def eviction_bytes(policy: object) -> int: ...
 def eviction_half_life(policy: object) -> int: ...
 def io_uring_error() -> int:
-    """0 where the system makes a ring for io_uring, else its error; -1 where the core was built without."""
+    """Return 0 if io_uring is available, else the system's error, or -1 if the core was built without it."""
 
 def open_row_engine(io_uring: bool, depth: int, max_reads_per_s: float) -> object:
-    """An engine with that many reads in flight at most; 0 reads a second are no limit."""
+    """Create an engine. `depth` limits the reads in flight. 0 reads per second means no limit."""
 
 def limit_row_engine(engine: object, max_reads_per_s: float) -> None:
     """Change the limit of an engine."""
 
 def row_engine_latencies(engine: object) -> list[int]:
-    """Reads by what they took: eight steps for each power of two of nanoseconds, from 8 on."""
+    """Return the histogram of read latencies: eight bins for each power of two of nanoseconds, starting at 8 ns."""
 
 def row_engine_bytes(engine: object) -> int:
-    """Memory of its buffers."""
+    """Return the memory of the buffers of an engine."""
 
 def open_row_log(engine: object, descriptor: int, rows: int, sizes: Sequence[int], salt: int) -> object:
-    """Rows in an open file, none so far; `sizes` are bytes of a record, of a block and, at least, of a segment."""
+    """Open an empty row file. `sizes` are bytes of a record, of a block, at least of a segment, and rows of a part."""
 
 def write_rows(log: object, rows: NDArray[np.int64], values: Sequence[NDArray[np.uint8]]) -> list[int]:
-    """Put rows with their values, [n, bytes] each, which side by side are their records; a failure (see `wait_rows`),
-    and how many were taken."""
+    """Write rows. Their records are the concatenated values, [n, bytes] each.
+
+    Returns a failure (see `wait_rows`), followed by the number of rows written.
+    """
 
 def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
-    """Begin to read rows into `out` and `is_written`."""
+    """Start to read rows into `out` and `is_written`."""
 
 def read_snapshot_rows(
     snapshot: object,
@@ -366,39 +387,40 @@ def read_snapshot_rows(
     values: Sequence[NDArray[np.uint8]],
     is_written: NDArray[np.bool_],
 ) -> object:
-    """Begin to read as many frozen rows as `is_written` has: from `first` on, or those that are listed; their values as
-    `write_rows` takes them."""
+    """Start to read rows of a snapshot: those listed, or as many as `is_written` has from `first` on."""
 
 def wait_rows(reading: object) -> list[int]:
-    """Wait for a read; its failure: kind, 0 for none, error of the system, row, byte of the file, whether written."""
+    """Wait for a read. Returns (kind or 0 for success, errno, row, byte of the file, whether it was writing)."""
 
 def rows_are_read(reading: object) -> bool:
-    """Whether waiting would take no time."""
+    """Whether a read is complete."""
 
 def snapshot_rows(log: object) -> object:
-    """The rows as they are, until this dies."""
+    """Return a snapshot of the rows, which exists until it is garbage-collected."""
 
 def flush_rows(log: object) -> list[int]:
-    """Send all to disk and wait; a failure as of `wait_rows`."""
+    """Write all rows to the disk and wait. Returns a failure as `wait_rows`."""
 
 def close_row_log(log: object) -> None:
-    """Wait for what is in flight; the file may be closed then."""
+    """Wait for transfers. The file descriptor may be closed afterwards."""
 
 def row_log_numbers(log: object) -> list[int]:
-    """Memory, bytes of the file, rows, and the counters."""
+    """Return memory, file size, number of written rows, and the counters."""
 
 def row_layout(record_bytes: int, block_bytes: int, segment_bytes: int) -> list[int]:
-    """Bytes of an entry and a group, entries of a group, bytes and entries of a segment, and the sum of the bytes that
-    are read for each entry of a segment alone."""
+    """Return bytes of an entry and a group, entries of a group, bytes and entries of a segment, and a sum of bytes.
+
+    The last number is the sum of bytes read for each entry of a segment alone.
+    """
 
 def crc32c(data: NDArray[np.uint8], begin: int, by_table: bool) -> int:
-    """The checksum of bytes, begun with another; `by_table`: without the processor's instruction."""
+    """Return the checksum of bytes after a previous one. `by_table` avoids the processor's instruction."""
 
 def file_backing_store(log: object) -> object:
-    """A file of rows as the far side of a cache."""
+    """Return a row file as the backing store of a cache."""
 
 def memory_backing_store(records: NDArray[np.uint8], is_written: NDArray[np.bool_]) -> object:
-    """Memory of the caller as one."""
+    """Return memory of the caller as a backing store."""
 
 def open_row_cache(
     rows: NDArray[np.int64],
@@ -408,7 +430,7 @@ def open_row_cache(
     backing_store: object,
     fields: list[tuple[int, int, int]],
 ) -> object:
-    """A cache; `rows` are those of its slots and of slots to read. Fields: address, bytes of a row, rows."""
+    """Open a cache. `rows` has the row of each slot. `fields` are (address, bytes per row, rows)."""
 
 def pin_rows(
     caches: list[object],
@@ -419,13 +441,15 @@ def pin_rows(
     read_only: bool,
     num_threads: int,
 ) -> tuple[object | None, list[int]]:
-    """Pin segments of rows, each in one cache. Or why not: cache, rows, missing ones, those of others; or cache and
-    failure (see `wait_rows`)."""
+    """Pin segments of rows, each in one cache. Returns the batch, or the reason why nothing was pinned.
+
+    The reason is (cache, rows, missing rows, slots that others need), or a cache and a failure (see `wait_rows`).
+    """
 
 def wait_for_rows(
     pinned: object, num_threads: int
 ) -> tuple[list[int], list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]]:
-    """Cache and failure of the first that failed; caches, rows and slots of rows that were never written."""
+    """Return cache and failure of the first failed read, and (cache, rows, slots) of unwritten rows."""
 
 def cache_moves(
     pinned: object, index: int
@@ -437,10 +461,10 @@ def cache_moves(
     NDArray[np.uint8],
     NDArray[np.bool_],
 ]:
-    """Of a cache without fields: rows and slots that leave, those that come, records, which were ever written."""
+    """Return (evicted rows, their slots, fetched rows, their slots, records, is_written) of a cache without fields."""
 
 def num_pinned_rows(pinned: object, index: int) -> tuple[int, int]:
-    """Distinct rows of a cache, and those that were missing."""
+    """Return (distinct rows, missing rows) of a cache."""
 
 def unpin_rows(pinned: object) -> None: ...
 def find_in_cache(cache: object, rows: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None: ...
@@ -448,4 +472,4 @@ def dirty_slots(cache: object) -> NDArray[np.int64]: ...
 def write_back_slots(cache: object, slots: NDArray[np.int64]) -> list[int]: ...
 def clean_slots(cache: object, slots: NDArray[np.int64]) -> None: ...
 def row_cache_numbers(cache: object) -> list[int]:
-    """Bytes, slots that are pinned, and the numbers of CacheCounters."""
+    """Return memory, number of pinned slots, and the numbers of CacheCounters."""
