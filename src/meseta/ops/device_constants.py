@@ -34,8 +34,8 @@ def _make_constant(words: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(words, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise MesetaError(
-            "an operator was called with new tables while a CUDA graph is captured; run the same call once with the "
-            "same tables before the capture"
+            "an operator was called with new tables while a CUDA graph is captured; run the same call, with the same "
+            "tables, once before the capture"
         )
     return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
