@@ -30,7 +30,7 @@ using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 using FailureFields = std::vector<int64_t>;
 
-constexpr const char* kBackingStore = "backing store";
+constexpr const char* kBackingStore = "far side";
 constexpr const char* kCache = "row cache";
 constexpr const char* kPinned = "pinned rows";
 constexpr int64_t kPiece = 4096;    // Minimum number of ids per additional thread.

@@ -26,7 +26,7 @@ using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FailureFields = std::vector<int64_t>;
 
 constexpr const char* kEngine = "row engine";
-constexpr const char* kFrozen = "snapshot of rows";
+constexpr const char* kFrozen = "frozen rows";
 constexpr const char* kTicket = "row read";
 
 FailureFields failure_fields(const Failure& f) { return {f.kind, f.code, f.row, f.place, f.writing}; }
