@@ -189,7 +189,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         FolderLock(tmp_path).acquire()
     assert remove_leftovers(tmp_path) == [] and scratch.path.exists()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(MesetaError, match="table 'item': its file in"):
+    with pytest.raises(MesetaError, match="table 'item': cannot create a row file in"):
         ScratchFile(tmp_path, "other", "table 'item'")
     assert sorted(tmp_path.iterdir()) == before
 
