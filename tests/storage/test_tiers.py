@@ -381,5 +381,5 @@ def test_a_loop_of_ones_own_reads_ahead(
             of_model.append(float(loss.detach()))
         losses.append((of_model, contents(made)))
     assert losses[0][0] == losses[1][0] and same(losses[0][1], losses[1][1])
-    said = capfd.readouterr().err.count("note: rows of fewer than 8 batches are brought ahead")
+    said = capfd.readouterr().err.count("note: fewer than 8 batches are prefetched")
     assert said == int((lookahead, near) == (8, 40))
