@@ -75,8 +75,8 @@ class DenseGradients:
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
             raise MesetaError(
-                f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; convert them, because they share a "
-                "buffer"
+                f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; convert them, because they "
+                "share a buffer"
             )
         sizes = [p.numel() for p in self.parameters]
         self._padded_sizes = sizes if make_coding is None else [round_up_to_blocks(size) for size in sizes]

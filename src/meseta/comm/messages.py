@@ -141,8 +141,6 @@ def start_exchange(
 ) -> PendingExchange:
     """Start to exchange data with `peers`, which must start the same exchange with this rank.
 
-    On GPUs, exchanges are not announced, because the host would have to wait for the announcements.
-
     Args:
         rank: This rank.
         peers: Data to send and buffers to fill. The tensors must be contiguous and have one dtype.
@@ -154,6 +152,7 @@ def start_exchange(
         announced_peers: Ranks to which an earlier exchange has announced this one too, as for the chunks of a sum. This
             exchange is not announced to them. The other peers are added to the set.
     """
+    # On GPUs nothing is announced, because the host would have to wait for the announcements.
     if peers and peers[0].send.device.type == "cuda":
         operations = [dist.P2POp(dist.isend, p.send, group=group, group_peer=p.rank) for p in peers if p.send.numel()]
         operations += [
@@ -164,41 +163,26 @@ def start_exchange(
     group = dist.group.WORLD if group is None else group
     dtype = peers[0].send.dtype if peers else torch.uint8
     places = _sequence_numbers.setdefault(group, Counter())
-    announcing_peers, sent_announcements = list[Peer](), list[Announcement]()
+    new_peers, outgoing = list[Peer](), list[Announcement]()
     messages, sends = list[Any](), list[tuple[Tensor, int, int]]()
     for p in peers:
-        announcement = Announcement.from_transfer(
-            places[p.rank], name, batch_tag, dtype, p.send.numel(), p.receive.numel()
-        )
+        out = Announcement.from_transfer(places[p.rank], name, batch_tag, dtype, p.send.numel(), p.receive.numel())
         places[p.rank] += 1
         if announced_peers is None or p.rank not in announced_peers:
-            announcing_peers.append(p)
-            sent_announcements.append(announcement)
-        if announcement.num_expected:
-            messages.append(group.recv([p.receive], p.rank, announcement.expected_reply.tag()))
-        if announcement.num_sent:
-            sends.append((p.send, p.rank, announcement.tag()))
+            new_peers.append(p)
+            outgoing.append(out)
+        if out.num_expected:
+            messages.append(group.recv([p.receive], p.rank, out.expected_reply.tag()))
+        if out.num_sent:
+            sends.append((p.send, p.rank, out.tag()))
     if announced_peers is not None:
-        announced_peers.update(p.rank for p in announcing_peers)
-    announcement_rows, received_announcements = (
-        torch.tensor(sent_announcements),
-        torch.empty(len(sent_announcements), len(Announcement._fields), dtype=torch.int64),
-    )
-    announcements = [
-        group.recv([received_announcements[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(announcing_peers)
-    ]
-    messages += [group.send([announcement_rows[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(announcing_peers)]
+        announced_peers.update(p.rank for p in new_peers)
+    rows, incoming = torch.tensor(outgoing), torch.empty(len(outgoing), len(Announcement._fields), dtype=torch.int64)
+    announcements = [group.recv([incoming[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(new_peers)]
+    messages += [group.send([rows[i]], p.rank, ANNOUNCEMENT_TAG) for i, p in enumerate(new_peers)]
     messages += [group.send([tensor], peer, number) for tensor, peer, number in sends]
     return PendingExchange(
-        rank,
-        announcing_peers,
-        sent_announcements,
-        tables,
-        received_announcements,
-        announcements,
-        messages,
-        row_priority,
-        (peers, announcement_rows),
+        rank, new_peers, outgoing, tables, incoming, announcements, messages, row_priority, (peers, rows)
     )
 
 

@@ -35,8 +35,7 @@ from meseta.telemetry.rank_record import RECORD_BYTES, CurrentRankRecord, RankRe
 # thread "judge"       examines the records, and whether exchanges still succeed
 #
 # The exchange thread may block if a link fails. The judge then reports it. A rank that detects a failure writes one
-# line
-# and ends its process, because its main thread may be in a collective that no error reaches.
+# line and ends its process, because its main thread may be in a collective that no error reaches.
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two diagnoses, and minimum seconds between two exchanges of records."""

@@ -18,8 +18,7 @@ from meseta.spec.codecs import NUM_CHAIN_CHUNKS, AllReduceAlgorithm
 #     (x[0,0] + x[0,1] + ...) + (x[1,0] + x[1,1] + ...) + ...
 #
 # The ranks of a host are added from left to right, and then the hosts. The result does not depend on the rank that
-# adds,
-# on the links that are used, or on the bounds of pieces. Example with a buffer on two hosts of two ranks:
+# adds, on the links that are used, or on the bounds of pieces. Example with a buffer on two hosts of two ranks:
 #
 #     flat            pieces to their owners     | a | b | c | d |   each from all four ranks
 #                     sums to all ranks
@@ -33,10 +32,8 @@ from meseta.spec.codecs import NUM_CHAIN_CHUNKS, AllReduceAlgorithm
 # number of bytes in one phase.
 #
 # With a codec, data between hosts is rounded, and cross-host peers exchange it directly. The sum of each host is
-# encoded
-# once. The owner of a piece decodes the sums, adds them in the order of hosts, and encodes the total. All ranks keep
-# the
-# decoded total, including the owner:
+# encoded once. The owner of a piece decodes the sums, adds them in the order of hosts, and encodes the total. All ranks
+# keep the decoded total, including the owner:
 #
 #     total = decode(encode(decode(encode(host 0)) + decode(encode(host 1)) + ...))
 

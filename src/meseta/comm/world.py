@@ -449,9 +449,8 @@ class World:
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
         """Raise an error on all ranks if any rank passes one, so that no rank waits for one that failed. Collective.
 
-        The lowest failing rank determines the error, and its message starts with that rank, unless it already names
-        the rank that raised it. The class and the attributes of a MesetaError are kept. Other errors become a
-        MesetaError.
+        The lowest failing rank determines the error, and its message starts with that rank, unless it already names the
+        rank that raised it. The class and the attributes of a MesetaError are kept. Other errors become a MesetaError.
         """
         if self.size == 1:
             if error is not None:

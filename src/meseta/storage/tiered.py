@@ -395,8 +395,8 @@ def check_row_init(spec: TableSpec, optimizer: RowOptimizer) -> None:
         if whole.keys() != parts.keys() or not all(_is_equal_to_rows(parts[name], whole[name], rows) for name in whole):
             raise MesetaError(
                 f"table {spec.name!r}: tiers 'cached' and 'disk' initialize a row when it is first looked up, but in "
-                f"`init` of optimizer {optimizer.name!r} the state of a row depends on other rows; compute the state of "
-                "each row independently, or place the table in 'hbm'"
+                f"`init` of optimizer {optimizer.name!r} the state of a row depends on other rows; compute the state "
+                "of each row independently, or place the table in 'hbm'"
             )
 
 
