@@ -226,6 +226,7 @@ class Routing:
             for host, columns in enumerate(self.host_columns):
                 bags = ((piece, at) for (feature, piece), at in columns.items() if feature == f)
                 moves += [ColumnMove(num_ranks + host, at, to + first, stop - first) for (first, stop), at in bags]
+        # The first move to a column writes it, and later ones add to it.
         return pack_moves(_split_overlapping_moves(moves))
 
     @cached_property
