@@ -120,7 +120,7 @@ def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:
     reader = FollowingReader(tmp_path, OPTIONS)
     assert len(list(reader.batches())) == 2
     grow(days, tmp_path, "day_0")
-    with pytest.raises(MesetaError, match=r"part 'day_0' .* came after 'day_1' was read"):
+    with pytest.raises(MesetaError, match=r"part 'day_0' .* appeared after 'day_1' was read"):
         list(reader.batches())
     source = str(write_tsv(tmp_path / "x.tsv", LINES["day_2"]))
     prepare(PrepareOptions(sources=[source], out=tmp_path / "day_3", hash_rows=500))
@@ -129,7 +129,7 @@ def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:
         list(reader.batches())
     shutil.rmtree(tmp_path / "day_3")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "day_4", vocabulary=True))
-    with pytest.raises(MesetaError, match=r"part 'day_4' .* has a vocabulary of its own"):
+    with pytest.raises(MesetaError, match=r"part 'day_4' .* has its own vocabulary"):
         list(reader.batches())
     with pytest.raises(MesetaError, match="state of format None"):
         reader.set_state({})

@@ -1,6 +1,6 @@
-"""From raw click logs to batches: `prepare` writes a dataset directory, `Reader` streams it.
+"""From raw click logs to batches. `meseta prepare` writes a dataset, and `Reader` streams its batches.
 
-Names are imported when first used (PEP 562): preparing data needs no torch, only Batch and Reader do.
+Names are imported on first use (PEP 562), so that preparing data does not import torch. Only `Batch` and `Reader` do.
 """
 
 import importlib

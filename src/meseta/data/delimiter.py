@@ -1,9 +1,9 @@
-"""Rule that the delimiter of text keeps."""
+"""Check of the delimiter of text."""
 
 from __future__ import annotations
 
 MAX_DELIMITER_LENGTH = 8
-"""Most characters of a delimiter."""
+"""Maximum number of characters of a delimiter."""
 
 
 def invalid_delimiter_reason(delimiter: str) -> str | None:
@@ -11,4 +11,4 @@ def invalid_delimiter_reason(delimiter: str) -> str | None:
     is_text = not any("\ud800" <= sign <= "\udfff" for sign in delimiter)
     if 0 < len(delimiter) <= MAX_DELIMITER_LENGTH and not set(delimiter) & set('"\r\n') and is_text:
         return None
-    return f"must be 1 to {MAX_DELIMITER_LENGTH} characters, and no quote or line end among them"
+    return f"must be 1 to {MAX_DELIMITER_LENGTH} characters, without quotes or line breaks"

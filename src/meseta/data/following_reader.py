@@ -1,4 +1,4 @@
-"""A folder that grows: prepared datasets appear in it, one beside the other, and are read as one stream."""
+"""Reader of a growing folder. It reads the datasets in the folder, including those added later, as one stream."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ FOLLOW_FORMAT = "meseta.follow/1"
 Value = TypeVar("Value")
 
 
-def _identity(found: Value) -> Value:
-    return found
+def _identity(value: Value) -> Value:
+    return value
 
 
 class FollowingReader:
-    """One pass over the datasets ("parts") of a folder in the order of their names, also those that come meanwhile.
+    """Reader that traverses the datasets ("parts") of a folder once, in the order of their names.
 
         reader = FollowingReader("data/days", ReaderOptions(batch_size=2048))   # data/days/2026-01-01, ...
         for batch in reader.batches(idle_timeout_s=3600):    # ends when no part came for an hour
             ...
             state = reader.get_state()               # JSON-able; on a new reader: reader.set_state(state)
 
-    A part is a folder that `meseta prepare --out FOLDER/NAME` made, which appears whole. Parts must have the same
-    features, and hash their ids with the same seed. Their dense columns, each standardised by its own means, are
-    brought to those of the first part. No batch has rows of two parts: the options hold for each part by itself, so its
-    batches are a function of its files and the options, however many ranks there are.
+    Parts that appear while the reader runs are read too. Each is a folder written by `meseta prepare --out
+    FOLDER/NAME`, which appears only when it is complete. All parts must have the same features and hash ids with the
+    same seed. Dense columns are standardized with the means and standard deviations of the first part.
+
+    A batch has rows of only one part. It depends on the files of its part and the options, and not on the number of
+    ranks.
     """
 
     def __init__(
@@ -51,10 +53,18 @@ class FollowingReader:
         broadcast: Callable[[Any], Any] = _identity,
         poll_interval_s: float = 1.0,
     ) -> None:
-        """`broadcast` gives every rank what rank 0 passes to it, such as
-        `lambda found: world.all_gather_object(found)[0]`: ranks must see a part at the same moment. It is called
-        between parts, by the thread that asks for batches. `poll_interval_s`: seconds between looks at the folder.
-        Raises MesetaError where `folder` is no directory.
+        """Open a folder. Raises MesetaError if `folder` is not a directory.
+
+        Args:
+            folder: Folder that contains the parts.
+            options: Options that apply to each part separately.
+            split: Split to read.
+            rank: Index of this rank.
+            num_ranks: Number of ranks.
+            broadcast: Function that returns on each rank the value that rank 0 passes to it, such as `lambda value:
+                world.all_gather_object(value)[0]`. It makes all ranks see a new part at the same time, and is called
+                between parts by the thread that requests batches.
+            poll_interval_s: Seconds between checks for new parts.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -70,11 +80,13 @@ class FollowingReader:
         self._first_schema: dict[str, Any] | None = None
 
     def batches(self, idle_timeout_s: float | None = 0.0) -> Iterator[Batch]:
-        """Batches from the present position on. Ends when no part has come for `idle_timeout_s` seconds, None: never;
-        the next call goes on where this one ended or was left.
+        """Yield batches from the current position on.
 
-        Raises MesetaError for a part that does not fit the first one, and for one that came too late: its name stands
-        before one that was begun.
+        Ends if no new part has appeared for `idle_timeout_s` seconds. `None` means never. The next call continues at
+        the position where this one ended or was stopped.
+
+        Raises MesetaError if a part does not match the first one, or if the name of a new part precedes one that was
+        already read.
         """
         since_s = time.monotonic()
         while True:
@@ -94,7 +106,7 @@ class FollowingReader:
             since_s = time.monotonic()
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
+        """Return the position after the last yielded batch as JSON-compatible data. It is the same on all ranks."""
         return {
             "format": FOLLOW_FORMAT,
             "done": list(self._finished_parts),
@@ -104,12 +116,12 @@ class FollowingReader:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `get_state` was called, to the row; parts that were read to the end may be gone.
+        """Continue at the exact row where `get_state` was called. Parts that were read completely may be missing.
 
-        Raises MesetaError for what `get_state` did not return, and where the part at hand is missing or has changed.
+        Raises MesetaError if `state` does not come from `get_state`, or if the current part is missing or has changed.
         """
         if state.get("format") != FOLLOW_FORMAT:
-            raise MesetaError(f"follow: state of format {state.get('format')!r}; pass what get_state returned")
+            raise MesetaError(f"follow: state of format {state.get('format')!r}; pass the result of get_state")
         self._finished_parts, self._first_schema = list(state["done"]), state["first"]
         self._part, self._reader = None, None
         if state["part"] is not None:
@@ -118,7 +130,7 @@ class FollowingReader:
             self._reader.set_state(state["reader"])
 
     def _open_next(self) -> bool:
-        """Open the first part that was not read; False where there is none."""
+        """Open the first unread part. Returns False if there is none."""
         names = [path.parent.name for path in self.folder.glob(f"*/{DATASET_FILE}") if path.parent.suffix != ".tmp"]
         waiting = self._broadcast(sorted(set(names) - set(self._finished_parts)))
         if not waiting:
@@ -126,8 +138,8 @@ class FollowingReader:
         last = max(self._finished_parts, default="")
         if waiting[0] < last:
             raise MesetaError(
-                f"follow: part {waiting[0]!r} of {str(self.folder)!r} came after {last!r} was read; parts are read in "
-                "the order of their names, so give it a later one"
+                f"follow: part {waiting[0]!r} of {str(self.folder)!r} appeared after {last!r} was read; parts are "
+                "read in the order of their names, so choose a later name"
             )
         self._open(waiting[0])
         return True
@@ -137,30 +149,31 @@ class FollowingReader:
         kind = _part_schema(dataset)
         if any(feature.encoding == "vocabulary" for feature in dataset.sparse):
             raise MesetaError(
-                f"follow: part {name!r} of {str(self.folder)!r} has a vocabulary of its own, whose rows are no other "
-                "part's; prepare all parts with --hash-rows"
+                f"follow: part {name!r} of {str(self.folder)!r} has its own vocabulary, whose rows differ from those "
+                "of other parts; prepare all parts with --hash-rows"
             )
         self._first_schema = self._first_schema or kind
         for key in kind:
-            mine, theirs = self._first_schema.get(key, []), kind[key]  # former versions kept no whole numbers
+            # Former versions did not store whole numbers in the state.
+            first_value, part_value = self._first_schema.get(key, []), kind[key]
             if key == "dense":
-                mine, theirs = ([column[0] for column in columns] for columns in (mine, theirs))
-            if mine != theirs:
+                first_value, part_value = ([column[0] for column in columns] for columns in (first_value, part_value))
+            if first_value != part_value:
                 raise MesetaError(
-                    f"follow: part {name!r} of {str(self.folder)!r} differs from the first one in {key}: {theirs} "
-                    f"instead of {mine}; prepare all parts with the same options and --seed"
+                    f"follow: part {name!r} of {str(self.folder)!r} differs from the first one in {key}: {part_value} "
+                    f"instead of {first_value}; prepare all parts with the same options and --seed"
                 )
         self._reader = Reader(dataset, self._split, self.options, rank=self._rank, num_ranks=self._num_ranks)
         self._part = name
 
     def _rescale(self, batch: Batch, dataset: Dataset) -> Batch:
-        """Dense columns as they would be with the means and standard deviations of the first part."""
+        """Standardize dense columns with the means and standard deviations of the first part."""
         assert self._first_schema is not None
-        own = [[feature.mean, feature.std] for feature in dataset.dense]
+        current = [[feature.mean, feature.std] for feature in dataset.dense]
         first = [column[1:] for column in self._first_schema["dense"]]
-        if own == first:
+        if current == first:
             return batch
-        (mean, std), (first_mean, first_std) = (torch.tensor(m, dtype=torch.float64).T for m in (own, first))
+        (mean, std), (first_mean, first_std) = (torch.tensor(m, dtype=torch.float64).T for m in (current, first))
         dense = ((batch.dense.double() * std + mean - first_mean) / first_std).float()
         num_real = batch.batch_size - batch.num_padding
         dense[num_real:] = 0.0
@@ -168,7 +181,10 @@ class FollowingReader:
 
 
 def _part_schema(dataset: Dataset) -> dict[str, Any]:
-    """What parts must have in common, as JSON gives it back, and the means and deviations of the dense columns."""
+    """Return the properties that parts must have in common, and the means and deviations of dense columns.
+
+    The result equals itself after a conversion to JSON and back.
+    """
     return {
         "labels": list(dataset.labels),
         "weight": dataset.weight,

@@ -1,4 +1,4 @@
-"""Where a reader stands."""
+"""Position of a reader."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """Where a reader stands: before this row, in the order of this epoch."""
+    """Position of a reader: the epoch, and the row in the order of that epoch that is read next."""
 
     epoch: int
-    """From 0."""
+    """Index of the epoch, from 0."""
     row: int
-    """From 0; 0 where the epoch begins."""
+    """Index of the next row in the order of the epoch, from 0."""

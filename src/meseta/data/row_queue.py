@@ -1,4 +1,4 @@
-"""Rows that come in parts of any size and go in others."""
+"""Queue of rows that are added and removed in chunks of different sizes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import pyarrow as pa
 
 
 class RowQueue:
-    """Record batches of one schema, in order; what is taken shares their memory."""
+    """Queue of rows in record batches of one schema. Removed rows share memory with the added batches."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch] = ()) -> None:
         self.batches = list(batches)
-        """What was added and not taken."""
+        """Batches with the remaining rows."""
         self.num_rows = sum(batch.num_rows for batch in self.batches)
-        """Of them."""
+        """Number of remaining rows."""
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Put rows behind the others."""
+        """Append the rows of a batch."""
         self.batches.append(batch)
         self.num_rows += batch.num_rows
 
     def take(self, num_rows: int) -> pa.Table:
-        """Remove the first rows, of which there are at least so many."""
+        """Remove and return the first `num_rows` rows. The queue must contain at least as many."""
         table = pa.Table.from_batches(self.batches)
         self.batches = [batch for batch in table.slice(num_rows).to_batches() if batch.num_rows]
         self.num_rows -= num_rows
