@@ -57,6 +57,7 @@ def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows
 def are_bad_rows_rare(block: Block, work: Callable[[Block], object]) -> bool:
     """Whether `work` raises MesetaError for at most 1 % of the rows of a block. Evaluates a sample of the rows."""
     ends = block.source.format.row_ends(block)
+    # Equally spaced rows, at most `MAX_SAMPLED_ROWS`.
     rows = range(0, len(ends), -(-len(ends) // MAX_SAMPLED_ROWS))
     num_bad = 0
     for row in rows:

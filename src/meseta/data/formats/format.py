@@ -363,7 +363,7 @@ def wrap_source_errors(path: str) -> Iterator[None]:
         text = f"source {path!r} cannot be read ({error_summary(error)}); fetch it again"
         raise reading_error(error, text) from None
     except Exception:
-        # Libraries for remote files raise their own classes. Any other error is a bug.
+        # Libraries for remote files raise errors of their own classes.
         if not is_url(path):
             raise
         with wrap_remote_errors("source", path, "read"):

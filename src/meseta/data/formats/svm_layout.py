@@ -88,6 +88,7 @@ def _scan(
     try:
         for scanned in chain.from_iterable(run_in_order(pool, jobs, num_cores() + 1)):
             block = scanned.block
+            # The first block determines whether rows have groups.
             has_groups = scanned.has_groups if num_rows == 0 else has_groups
             if scanned.has_groups != has_groups:
                 raise MesetaError(

@@ -69,7 +69,6 @@ def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout
                 f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and not a "
                 "list"
             )
-    # A column of several roles, or of none, may be in the layout already.
     left_out = [key for key in keys if key not in used and key not in ignored]
     in_all = {key for key in keys if all(key in source.partition for source in sources)}
     why = f"a folder, and {sources[0].format.title} has no columns besides its own"
