@@ -61,7 +61,7 @@ def test_without_missing_labels_nothing_new_is_written(tmp_path: Path) -> None:
 
 def test_a_single_label_must_be_there(tmp_path: Path) -> None:
     source = write(tmp_path / "log.parquet", columns())
-    with pytest.raises(MesetaError, match="column 'click': a missing value is no label"):
+    with pytest.raises(MesetaError, match="column 'click': a missing value is not a label"):
         prepare(PrepareOptions(sources=[source], out=tmp_path / "out", label="click", ignore=["row", "bought"]))
 
 

@@ -72,7 +72,7 @@ def test_missing_empty_doubled_and_mixed_sources(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").touch()
     refuse(tmp_path, "log.tsv' is empty")
     (tmp_path / "log.tsv").write_bytes(gzip.compress(b""))
-    refuse(tmp_path, "expected 40|holds no rows")
+    refuse(tmp_path, "expected 40|contains no rows")
     write_tsv(tmp_path / "log.tsv", GOOD)
     refuse(tmp_path, "listed twice", "log.tsv", "*.tsv")
     (tmp_path / "folder").mkdir()
@@ -101,7 +101,7 @@ def test_bad_options(tmp_path: Path) -> None:
     refuse(tmp_path, "exclude each other", test_fraction=0.1, test_files=["x"])
     refuse(tmp_path, "did you mean 'cat_1'", hash_rows_by_feature={"cat-1": 5})
     refuse(tmp_path, "--hash-rows of all features must be in", hash_rows=0)
-    refuse(tmp_path, "are for CSV and Parquet", dense=["int_0"])
+    refuse(tmp_path, "do not apply to Criteo logs", dense=["int_0"])
     write_tsv(tmp_path / "one.tsv", GOOD[:1])
     refuse(tmp_path, "none of 1 rows is left for training", "one.tsv", test_fraction=0.9999999)
 

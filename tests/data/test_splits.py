@@ -147,7 +147,7 @@ def test_bad_splits_are_named(tmp_path: Path, options: dict[str, Any], message: 
     ("change", "message"),
     [
         ({"ts": ""}, "log-0.csv', row 1: the row has no time, so it cannot be split by time"),
-        ({"ts": "soon"}, "line 2, column 'ts': 'soon' is no time"),
+        ({"ts": "soon"}, "line 2, column 'ts': 'soon' is not a time"),
         ({"ts": "7"}, "prepare: the last 0.5 of the rows have the same time 7 as rows before them"),
         ({"age": ""}, "column 'age' has no value in the training rows; remove its buckets"),
     ],

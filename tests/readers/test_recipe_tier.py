@@ -69,8 +69,6 @@ def test_a_source_that_changes_ends_all_in_one_line(tmp_path: Path, monkeypatch:
         next(batches)
         for path in sorted((tmp_path / "raw").glob("*.tsv")):
             path.write_bytes(path.read_bytes()[:-1000])
-        with pytest.raises(
-            MesetaError, match=r"'.*\.tsv' has changed since the recipe was made: bring it back, or make"
-        ):
+        with pytest.raises(MesetaError, match=r"'.*\.tsv' has changed since the recipe was made: restore it, or make"):
             list(batches)
         batches.close()

@@ -120,7 +120,7 @@ def test_only_the_error_of_a_missing_key_names_a_similar_column_of_the_predictio
     for other in (
         UnknownColumnError("keys: 'log'", "user", ["price", "predicton"]),
         UnknownColumnError("keys: 'log'", "label", ["price", "user"]),
-        MesetaError("source 'b': column 'predicton' is string, and int64 in 'a'; write both files with one type"),
+        MesetaError("source 'b': column 'predicton' is string, but int64 in 'a'; write both files with the same type"),
     ):
         assert columns.explain_missing(other) is other
 
