@@ -95,8 +95,8 @@ def test_a_term_of_that_name_stands_in_place_of_the_cross_entropy() -> None:
 @pytest.mark.parametrize(
     ("names", "terms", "message"),
     [
-        (["first"], {}, r"Wrong.loss_terms is \['first'\]; give a tuple of names"),
-        (("a", "a"), {}, "loss_terms has a name twice: a, a"),
+        (["first"], {}, r"Wrong.loss_terms must be a tuple of names such as \('block',\), got \['first'\]"),
+        (("a", "a"), {}, "loss_terms must not contain duplicates, got a, a"),
         (("a",), {"b": torch.zeros(5)}, r"gave the terms \['b'\], but its names are \['a'\]"),
         (("a",), [torch.zeros(5)], "gave the terms list, but"),
         (("a",), {"a": torch.zeros(())}, r"the term 'a' is \[\] for logits \[5\]; give one number for each sample"),
