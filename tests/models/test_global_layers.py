@@ -180,7 +180,9 @@ def test_a_hidden_layer_is_linear_norm_relu_dropout(relu_last: bool) -> None:
 def test_a_stack_that_is_not_told_where_its_samples_lie() -> None:
     for options in (MLPOptions(dropout=0.5), MLPOptions(batch_norm=True)):
         stack = MLP([3, 4, 1], relu_last=False, options=options, name="deep")
-        with pytest.raises(MesetaError, match=r"deep: .* the position of the 2 samples .* got that of nothing; look up"):
+        with pytest.raises(
+            MesetaError, match=r"deep: .* the position of the 2 samples .* got that of nothing; look up"
+        ):
             stack(torch.zeros(2, 3))
         with pytest.raises(MesetaError, match="got that of 5 samples"):
             stack(torch.zeros(2, 3), one_rank(5))

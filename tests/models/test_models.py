@@ -312,7 +312,9 @@ def refused(make: Any, *words: str) -> None:
 
 def test_widths_that_do_not_fit_are_named() -> None:
     mlps: Any = {"num_dense": 2, "bottom_mlp": (3, 4), "top_mlp": (3,)}
-    refused(lambda: DLRM(OneRowEach([4, 5]), **mlps), "feature 'f1' has embedding_dim 5", "output width 4", "interaction=")
+    refused(
+        lambda: DLRM(OneRowEach([4, 5]), **mlps), "feature 'f1' has embedding_dim 5", "output width 4", "interaction="
+    )
     assert DLRM(OneRowEach([4, 5]), interaction="none", **mlps)
     refused(lambda: LogisticRegression(OneRowEach([1, 2]), num_dense=2), "feature 'f1'", "embedding_dim=1")
     refused(lambda: DLRM(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'", "'mean'")

@@ -52,7 +52,6 @@ def compact(
 def _write_full_checkpoint(
     path: Location, store: CheckpointStore, manifest: dict[str, Any], on_rows: Callable[[int], object]
 ) -> Location:
-    """Write all files and commit. Deletes the files if that fails."""
     growing = store.staging_path(manifest["step"])
     try:
         store.begin(manifest["step"], [table_folder(name) for name in manifest["tables"]])

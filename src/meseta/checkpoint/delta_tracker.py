@@ -83,7 +83,6 @@ class DeltaTracker:
     def _choose_base(
         self, policy: DeltaPolicy, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits]
     ) -> DeltaBase | None:
-        """Choose the base on rank 0. Other ranks receive the parts that they need."""
         base = None
         # Ranks without shards also take part, because the gather is collective.
         if all(self._world.all_gather_object(all(map(steps_all_rows, shards)))):
@@ -96,6 +95,7 @@ class DeltaTracker:
                     check_files(path, file_entries(base.manifest))
             except MesetaError:
                 base = None  # The checkpoint was deleted or damaged, so a full one has to follow.
+        # Other ranks receive only the parts of the base that they need.
         received: DeltaBase | None = self._world.all_gather_object(base and base.for_other_ranks())[0]
         return base or received
 

@@ -220,7 +220,6 @@ def unpack(job: BlockJob, received: Sequence[Tensor], local: LocalShards) -> dic
 
 
 def _read_local(local: LocalShards, piece: ShardSlice) -> dict[str, Tensor]:
-    """Read the columns of a slice from this rank's shard, in the types of the files."""
     first, storage = piece.shard.rows[0], local[piece.shard]
     begin, end = piece.rows[0] - first, piece.rows[1] - first
     values = {name: as_stored(value) for name, value in storage.read(begin, end).items()}
@@ -231,7 +230,6 @@ def _read_local(local: LocalShards, piece: ShardSlice) -> dict[str, Tensor]:
 
 
 def _column_views(piece: ShardSlice, packed: Tensor) -> dict[str, Tensor]:
-    """Return views of the columns of a slice in its packed bytes."""
     columns, offset = {}, 0
     for column, shape, num_bytes in piece.segments:
         columns[column.name] = _view_as_column(packed[offset : offset + num_bytes], column, shape)

@@ -123,7 +123,6 @@ class _ArrayFile:
     """Position of the first row in the file, in bytes."""
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows that start at `first_row`."""
         if values.size:
             self.file.seek(self.offset + first_row * (values.nbytes // len(values)))
             self.file.write(np.ascontiguousarray(values).data.cast("B"))
@@ -133,7 +132,6 @@ class _ArrayFile:
 def _create_numpy_files(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
 ) -> Iterator[dict[str, _ArrayFile]]:
-    """Context manager that creates one .npy file for each column."""
     stem.mkdir()
     arrays: dict[str, _ArrayFile] = {}
     with ExitStack() as files:
@@ -150,7 +148,6 @@ def _create_numpy_files(
 def _create_safetensors_file(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
 ) -> Iterator[dict[str, _ArrayFile]]:
-    """Context manager that creates one .safetensors file with all columns."""
     # The safetensors library writes tensors from memory only, so the file is written here. Its format is 8 bytes with
     # the length of the JSON header, the header, and the numbers.
     header: dict[str, Any] = {}

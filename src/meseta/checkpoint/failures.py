@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class DamagedCheckpoint(MesetaError):
-    """Checkpoint that differs from what was saved. An older checkpoint may be intact."""
+    """Damage of a checkpoint. An older checkpoint may be intact."""
 
     files: frozenset[Location] = frozenset()
     """Files of the checkpoint that are known to be damaged or missing, without its manifest."""
@@ -140,10 +140,10 @@ def check_no_concurrent_saves(checkpoints: Iterable[Location], known_names: Coll
             raise concurrent_writer_error(path)
 
 
-def check_checksum(path: Location, expected: str, found: str) -> None:
+def check_checksum(path: Location, expected: str, actual: str) -> None:
     """Raise DamagedCheckpoint if the checksum of a file differs from the one in the manifest."""
-    if found != expected:
-        raise damaged_file_error(path, f"must have the checksum {expected}, but its content has {found}")
+    if actual != expected:
+        raise damaged_file_error(path, f"must have the checksum {expected}, but its content has {actual}")
 
 
 @contextmanager

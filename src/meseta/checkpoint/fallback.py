@@ -56,7 +56,6 @@ def fallback_checkpoint_error(problem: DamagedCheckpoint, path: Location) -> Fal
 
 
 def _check_not_damaged(path: Location, damaged: Collection[Location]) -> None:
-    """Raise DamagedCheckpoint if the checkpoint needs one of the `damaged` files."""
     for entry in file_entries(read_manifest(path)):
         if _resolve_links(resolve_file(path, entry["path"])) in damaged:
             raise DamagedCheckpoint(f"checkpoint {str(path)!r} needs {entry['path']!r}, which is damaged")
@@ -81,5 +80,4 @@ def _make_error(problem: DamagedCheckpoint, path: Location | None, passed: list[
 
 
 def _resolve_links(file: Location) -> Location:
-    """Return the location after resolving links, so that two paths to one file are equal."""
     return Path(os.path.realpath(file)) if isinstance(file, Path) else file

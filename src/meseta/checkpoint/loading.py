@@ -135,8 +135,6 @@ def _block_checksum(path: Location, schema: BlockSchema, files: Sequence[FileEnt
 
 
 def _find_manifest(path: Location) -> dict[str, Any]:
-    """Read the manifest. If `path` is a folder of checkpoints, raises MesetaError that names the newest checkpoint in
-    it."""
     is_folder = read_with_retry(path, path, lambda: location_is_folder(path))
     below = latest_complete(path) if is_folder and not has_file(path, MANIFEST_PATH) else None
     if below is not None:

@@ -200,7 +200,6 @@ def full_manifest(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dic
 
 
 def _finalize_manifest(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Add the optional features and the checksums."""
     held = {name: dict(value) for name, value in features.items() if value is not None}
     if held:
         manifest |= {"format": CHECKPOINT_FORMAT_WITH_FEATURES, "features": sorted(held), **held}
@@ -212,7 +211,6 @@ def _finalize_manifest(manifest: dict[str, Any], features: Mapping[str, Mapping[
 
 
 def _max_quantization_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the largest quantization error over all files, by table and column."""
     largest: dict[str, dict[str, float]] = {}
     for name, table in manifest["tables"].items():
         for file in table["blocks"]:
@@ -236,7 +234,6 @@ def _table_digest(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model_digest(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksum of the model, or the digest of its chain if a table has no checksum."""
     is_known = all("checksum" in entry for entry in manifest["tables"].values())
     return {"checksum" if is_known else "chain": digest.hash_model(manifest)}
 
@@ -337,10 +334,10 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
         )
     if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
         raise malformed_manifest_error(where, f"its tables and those of its plan differ in {format_value(min(odd))}")
-    alike = first_name_collision(table_folder(name) for name in manifest["tables"])
-    if alike:
+    collision = first_name_collision(table_folder(name) for name in manifest["tables"])
+    if collision:
         raise malformed_manifest_error(
-            where, f"folders {alike[0]!r} and {alike[1]!r} have the same name on file systems that ignore case"
+            where, f"folders {collision[0]!r} and {collision[1]!r} have the same name on file systems that ignore case"
         )
     oldest, newest = full_step(manifest), manifest["step"]
     if DELTAS in manifest and oldest >= newest:
@@ -401,10 +398,10 @@ def invalid_value_reason(place: str, value: Any, kind: type[ManifestPart]) -> st
     return None
 
 
-def _check_checksum(where: str, name: str, expected: object, found: str) -> None:
-    if expected != found:
+def _check_checksum(where: str, name: str, expected: object, actual: str) -> None:
+    if expected != actual:
         raise DamagedCheckpoint(
-            f"{where} was changed: {name} must be {format_value(expected)}, but its content has {found!r}; "
+            f"{where} was changed: {name} must be {format_value(expected)}, but its content has {actual!r}; "
             "copy the checkpoint again, or use an older one"
         )
 

@@ -180,7 +180,6 @@ def _choose_full_blocks(
     row_bytes: Mapping[str, int],
     max_chain: int,
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return the row ranges of the blocks that a rolling delta writes in full, by table."""
     blocks = []
     total_bytes = 0
     for name, table in tables.items():

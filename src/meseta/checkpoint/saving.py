@@ -90,7 +90,6 @@ def _save(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> Location:
-    """Save shards that are read sequentially."""
     step, plan = document["step"], document["plan"]
     base = options.base
     local_layouts = run_on_all_ranks(world, lambda: _local_layouts(world, plan, local, document["state"]))
@@ -116,7 +115,6 @@ def _write(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> None:
-    """Write all files and commit. If that fails, no checkpoint appears."""
     step, base = document["step"], options.base
     folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
     growing = store.staging_path(step)
@@ -178,7 +176,6 @@ def _merge_layouts(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) ->
 
 
 def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: LocalShards) -> SelectedCounts:
-    """Count the selected rows of each block, by shard, over all ranks."""
     counts: dict[Shard, dict[int, int]] = {}
     for shard, piece in local.items():
         if not isinstance(piece, SelectedRows) or shard.ranks[0] != world.rank:
@@ -271,7 +268,6 @@ class _BlockWriter:
             self.written += self._in_flight.popleft().result()
 
     def finish(self) -> None:
-        """Wait until all blocks are synced to disk. Raises the first error of a write."""
         self.wait_for_writes(0)
         for synced in [self._pool.submit(sync_block, self._growing, entry["path"]) for _, entry in self.written]:
             synced.result()

@@ -141,7 +141,6 @@ def _check_logits(path: str, logits: Any, batch_size: int, num_labels: int) -> N
 
 
 def _call_custom_code(what: str, call: Callable[[], Any]) -> Any:
-    """Return the result of custom code. Converts exceptions to a MesetaError with file and line."""
     try:
         return call()
     except MesetaError:

@@ -79,8 +79,6 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 class _AffineFunction(torch.autograd.Function):
-    """Computes normal * weight + bias. The backward pass sums whole columns."""
-
     @staticmethod
     def forward(ctx: Any, normal: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(normal, weight)
@@ -90,6 +88,7 @@ class _AffineFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normal, weight = ctx.saved_tensors
+        # Sums of whole columns do not depend on the number of threads.
         of_weight, of_bias = (
             column_sums(of_each.reshape(-1, weight.numel())).view(weight.shape)
             for of_each in (gradient * normal, gradient)

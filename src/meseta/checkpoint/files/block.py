@@ -133,7 +133,6 @@ class _HashingSink(io.RawIOBase):
         return self._size
 
     def write(self, written: Any) -> int:
-        """Append metadata of the file, or the buffer of a column."""
         values = memoryview(written)
         if not values.nbytes:
             return 0
@@ -146,6 +145,7 @@ class _HashingSink(io.RawIOBase):
             if is_next:
                 self._hash.update(target.data)
             self._size += len(piece)
+        # Arrow writes metadata too, which is not hashed.
         if is_next:
             self._pending_buffers.pop(0)
         return len(source)
@@ -230,7 +230,6 @@ def _read_batch_message(path: Location, content: pa.Buffer) -> pa.Message:
         return int(struct.unpack_from(f"<{kind}", metadata, at)[0])
 
     def field(table: int, number_of_field: int) -> int:
-        """Return the position of a field in a flatbuffer table, or 0 if the table lacks it."""
         places = table - number("i", table)
         at = 4 + 2 * number_of_field
         offset = number("H", places + at) if at < number("H", places) else 0
@@ -244,18 +243,16 @@ def _read_batch_message(path: Location, content: pa.Buffer) -> pa.Message:
 
 
 def _check_schema(path: Location, fields: pa.Schema, stored: pa.Schema) -> None:
-    """Raise DamagedCheckpoint unless the columns have the expected names and types."""
     is_coded = any(b"codes" in (field.metadata or {}) for field in fields)
     if not stored.equals(fields, check_metadata=is_coded):
-        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
-        raise damaged_file_error(path, f"must have the columns [{expected}], but has {format_value(f'[{found}]')}")
+        expected, actual = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
+        raise damaged_file_error(path, f"must have the columns [{expected}], but has {format_value(f'[{actual}]')}")
 
 
 def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_batches: int) -> None:
-    """Raise DamagedCheckpoint unless the batch has the expected number of rows, without missing values."""
     if num_batches != 1 or batch.num_rows != num_rows:
-        found = f"{num_batches} record batches, the first of {batch.num_rows} rows"
-        raise damaged_file_error(path, f"must have 1 record batch of {num_rows} rows, but has {found}")
+        actual = f"{num_batches} record batches, the first of {batch.num_rows} rows"
+        raise damaged_file_error(path, f"must have 1 record batch of {num_rows} rows, but has {actual}")
     if any(array.null_count for array in batch.columns):
         raise damaged_file_error(path, "must have a value everywhere, but some are missing")
 

@@ -97,7 +97,6 @@ def write_buffered(path: Location, content: bytes | memoryview, rate: WriteRateL
 
 
 def _write_buffered(descriptor: int, content: memoryview, done: int, rate: WriteRateLimiter | None) -> None:
-    """Write the content after the first `done` bytes."""
     while done < len(content):
         piece = content[done : done + _chunk_bytes(rate, len(content))]
         with _throttle(rate, len(piece)):
@@ -177,7 +176,6 @@ def read_chunks(source: Location, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _read_checkpoint_chunks(source: Location, num_bytes: int) -> Iterator[bytes]:
-    """Yield the first `num_bytes` of a checkpoint file in chunks. Raises the errors of `read_error`."""
     with wrap_read_errors(source):
         yield from read_chunks(source, 0, num_bytes)
 
@@ -189,7 +187,6 @@ def _check_copied_bytes(source: Location, num_bytes: int, copied: int) -> None:
 
 
 def _round_down_to_page(done: int) -> int:
-    """Round down to the start of a page, from which to continue after a transfer that ended inside it."""
     return done // PAGE_BYTES * PAGE_BYTES
 
 

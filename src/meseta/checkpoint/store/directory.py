@@ -268,7 +268,6 @@ class DirectoryStore:
 
 
 def _test_path(question: Callable[[Path], bool], path: Path) -> bool:
-    """Return the result of a test of the checkpoint at `path`, with retries of failed reads."""
     return read_with_retry(path, path, lambda: question(path))
 
 

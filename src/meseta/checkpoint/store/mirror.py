@@ -177,7 +177,6 @@ class Mirror:
             raise MesetaError(f"checkpoint {str(parent)!r}: {error.strerror or error}; make room there") from None
 
     def _refresh_source(self, folder: Location) -> StoreContents:
-        """Return the current contents of the store from which checkpoints are copied."""
         if self._source is None or self._source.store.parent != folder:
             self._source = StoreContents(make_store(folder))
         self._source.refresh()
@@ -210,7 +209,7 @@ class Mirror:
         Raises DamagedCheckpoint if a file is damaged.
         """
         checkpoint, there = here.checkpoints[name], self._target
-        self._delete(found for found in there.checkpoints.values() if found.conflicts_with(checkpoint))
+        self._delete(existing for existing in there.checkpoints.values() if existing.conflicts_with(checkpoint))
         source, former = here.store.parent / name, there.checkpoints.get(name)
         if former is not None and former.manifest_checksum == checkpoint.manifest_checksum:
             return self._send(name, here, there.incomplete_files(checkpoint))
@@ -244,7 +243,6 @@ class Mirror:
             self._target.invalidate(names)
 
     def _quarantine_damaged(self, *, exclude: Collection[str]) -> list[str]:
-        """Quarantine damaged checkpoints of the mirror, and return a warning for each."""
         problems = {name: str(problem) for name, problem in self._target.damaged.items()}
         for name, candidate in self._target.checkpoints.items():
             if name not in exclude and (paths := self._target.incomplete_files(candidate)):
@@ -255,7 +253,6 @@ class Mirror:
         return [f"{problem}: {name} at the mirror is quarantined" for name, problem in problems.items()]
 
     def _read_back(self, here: StoreContents, names: Sequence[str], num_bytes: int) -> list[str]:
-        """Compare up to `num_bytes` of the mirror's files with the originals, and return warnings."""
         owners = {path: name for name in names for path in here.checkpoints[name].files}
         sizes = {path: here.checkpoints[name].files[path][0] for path, name in owners.items()}
         warnings = []

@@ -120,7 +120,6 @@ class ObjectStore:
         return True
 
     def _list_locks(self) -> list[RemotePath]:
-        """Return all locks, ordered by number."""
         names = [
             name for name, is_folder in self.parent.entries().items() if not is_folder and _LOCK_PATTERN.fullmatch(name)
         ]
@@ -133,7 +132,6 @@ class ObjectStore:
         return b""
 
     def _check_lock_held(self) -> None:
-        """Raise MesetaError if another process has taken the lock from this one."""
         if self._lock is not None and (
             self._list_locks() != [self._lock] or self._read_token(self._lock) != self._token
         ):
@@ -224,8 +222,8 @@ class ObjectStore:
         self._remove_files(self._unreferenced_files())
 
     def _unreferenced_files(self, doomed: Collection[RemotePath] = ()) -> dict[RemotePath, set[RemotePath] | None]:
-        """Return the files that only manifests of `doomed` checkpoints name, by folder. `None` stands for all files of
-        a folder."""
+        """Return the files that no manifest names, except those of `doomed` checkpoints, by folder. `None` means all
+        files of a folder."""
         paths = self._checkpoint_folders()
         files = {path: {path / inner for inner in read_with_retry(path, path, path.files)} for path in paths}
         paths = [path for path in paths if path / QUARANTINE_MARKER not in files[path]]

@@ -171,7 +171,6 @@ def check_writable(parent: Location) -> None:
 
 
 def _has_all_files(path: Location, manifest: Mapping[str, Any]) -> bool:
-    """Whether all files in the manifest exist and have their sizes."""
     try:
         check_files(path, file_entries(manifest))
     except DamagedCheckpoint:

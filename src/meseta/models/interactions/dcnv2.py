@@ -16,12 +16,10 @@ from meseta.models.layers import MLPOptions
 class DCNv2(DeepCrossModel):
     """DCN-V2 (arXiv 2008.13535, section 3).
 
-        x_0 = concat(dense, e_1, ..., e_F)
-        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                  for other kinds see `CrossShape`
-        logit = MLP(x_L)                                       structure 'stacked'
-        logit = w . concat(x_L, MLP(x_0)) + b                  structure 'parallel'
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    x_0 = concat(dense, e_1, ..., e_F)
+    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                  for other kinds see `CrossShape`
+    logit = MLP(x_L)                                       structure 'stacked'
+    logit = w . concat(x_L, MLP(x_0)) + b                  structure 'parallel'
     """
 
     def __init__(

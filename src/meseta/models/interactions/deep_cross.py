@@ -18,10 +18,8 @@ from meseta.spec import MesetaError
 class DeepCrossModel(ScoringModel):
     """Cross network and MLP over x_0 = concat(dense, e_1, ..., e_F). Tables may have different widths.
 
-        stacked     logit = MLP(cross(x_0))                             the MLP has an output layer of width 1
-        parallel    logit = w . concat(cross(x_0), MLP(x_0)) + b        all layers of the MLP are hidden
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    stacked     logit = MLP(cross(x_0))                             the MLP has an output layer of width 1
+    parallel    logit = w . concat(cross(x_0), MLP(x_0)) + b        all layers of the MLP are hidden
     """
 
     def __init__(
@@ -57,6 +55,7 @@ class DeepCrossModel(ScoringModel):
             name="deep_mlp",
         )
         self.head = SkipInitLinear(num_inputs + deep_mlp[-1], 1) if parallel else None
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:

@@ -160,8 +160,7 @@ class DHEN(VectorStack):
         X_{n+1} = Norm(Ensemble_i(module_i(X_n)) + ShortCut(X_n))
         logit = MLP(concat of the last layer's vectors)
 
-    Self-attention is the layer of AutoInt, while the paper uses the encoder layer of a transformer. Matrices with n
-    inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    Self-attention is the layer of AutoInt, while the paper uses the encoder layer of a transformer.
     """
 
     def __init__(

@@ -86,12 +86,10 @@ class BilinearFusion(nn.Module):
 class FinalMLP(ScoringModel):
     """FinalMLP (arXiv 2304.00902, section 3).
 
-        e = concat(dense, e_1, ..., e_F)
-        h_s = 2 sigmoid(Gate_s(c_s)) * e                                stream s = 1, 2; without gates, h_s = e
-        o_s = MLP_s(h_s)                                                ReLU after every layer, all hidden
-        logit = b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j         heads j
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    e = concat(dense, e_1, ..., e_F)
+    h_s = 2 sigmoid(Gate_s(c_s)) * e                                stream s = 1, 2; without gates, h_s = e
+    o_s = MLP_s(h_s)                                                ReLU after every layer, all hidden
+    logit = b + w_1 . o_1 + w_2 . o_2 + sum_j o_1j W_j o_2j         heads j
     """
 
     def __init__(
@@ -163,6 +161,7 @@ class FinalMLP(ScoringModel):
         return [slice(ends[feature] - self.dims[feature], ends[feature]) for feature in stream.context]
 
     def _set_initial_weights(self, seed: int) -> None:
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
         fill_normal(self.fusion.heads, math.sqrt(2.0 / sum(self.fusion.heads.shape[1:])), seed, "fusion.heads")
         for index, gate in enumerate(self.gates):

@@ -16,12 +16,10 @@ from meseta.models.layers import MLPOptions, check_widths
 class GDCN(DeepCrossModel):
     """Gated deep and cross network (arXiv 2311.04635, section 3).
 
-        c_0 = concat(dense, e_1, ..., e_F)
-        c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l        gated cross layers
-        logit = MLP(c_L)                                                GDCN-S, structure 'stacked'
-        logit = w . concat(c_L, MLP(c_0)) + b                           GDCN-P, structure 'parallel'
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    c_0 = concat(dense, e_1, ..., e_F)
+    c_{l+1} = c_0 * (W_l c_l + b_l) * sigmoid(V_l c_l) + c_l        gated cross layers
+    logit = MLP(c_L)                                                GDCN-S, structure 'stacked'
+    logit = w . concat(c_L, MLP(c_0)) + b                           GDCN-P, structure 'parallel'
     """
 
     def __init__(

@@ -17,11 +17,9 @@ from meseta.models.layers import MLP, MLPOptions, fill_linear
 class VectorStack(ScoringModel):
     """Stack of layers that map vectors of width d to vectors of width d.
 
-        X_0 = MLP(dense), e_1, ..., e_F          no MLP without dense inputs
-        X_{i+1} = layer_i(X_i)
-        logit = MLP(concat of the last layer's vectors)
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    X_0 = MLP(dense), e_1, ..., e_F          no MLP without dense inputs
+    X_{i+1} = layer_i(X_i)
+    logit = MLP(concat of the last layer's vectors)
     """
 
     def __init__(
@@ -55,6 +53,7 @@ class VectorStack(ScoringModel):
             num_vectors = layers[-1].num_outputs
         self.layers = nn.ModuleList(layers)
         self.top_mlp = MLP([num_vectors * self.width, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
+        # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:

@@ -77,11 +77,9 @@ class WukongLayer(nn.Module):
 class Wukong(VectorStack):
     """Wukong (arXiv 2403.02545, section 3).
 
-        X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
-        X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + X_i)      layers
-        logit = MLP(concat of the last layer's vectors)
-
-    Matrices with n inputs and m outputs are initialized from N(0, 2 / (m + n)), biases with zeros.
+    X_0 = MLP(dense), e_1, ..., e_F                     vectors of width d, no MLP without dense inputs
+    X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + X_i)      layers
+    logit = MLP(concat of the last layer's vectors)
     """
 
     def __init__(
