@@ -363,9 +363,9 @@ class Pipeline:
                 self._start_copy(coming)
 
     def _for_each_queued(self, carry_on: Callable[[_MicroBatch], object], count: int | None = None) -> None:
-        """Apply a function to all micro-batches of the first `count` queued batches. `None` means all batches.
+        """Call `carry_on` with each micro-batch of the first `count` queued batches. `None` means all batches.
 
-        The step of a batch raises the errors that the function raised for it.
+        An error is deferred to the step of its batch.
         """
         for coming in list(self._queue)[:count]:
             if coming.deferred_error is None:

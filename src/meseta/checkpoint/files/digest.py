@@ -1,4 +1,4 @@
-"""SHA-256 checksums of logical content. They do not depend on the plan, the number of ranks or the layout of files."""
+"""SHA-256 checksums of logical content. They do not depend on the plan or the number of ranks."""
 
 from __future__ import annotations
 
