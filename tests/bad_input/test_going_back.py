@@ -59,8 +59,8 @@ def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: 
     assert ended.code == 1 and line.startswith(f"error: checkpoint file '{step_path(run, 10) / ROWS}' must have the ch")
     newest = step_path(run, 14)
     assert line.endswith(
-        f"'{step_path(run, 8)}' is whole, and the same command takes it after `mv {newest} {newest}.damaged`, and "
-        "likewise of 'step-000000012' and 'step-000000010'"
+        f"'{step_path(run, 8)}' is intact; the same command resumes from it after `mv {newest} {newest}.damaged`, "
+        "and the same for 'step-000000012' and 'step-000000010'"
     )
     assert tree(run) == before
     for step in (10, 12, 14):
@@ -73,7 +73,7 @@ def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: 
 def test_what_does_not_need_the_file_is_newest(tiny: Path, run: Path) -> None:
     flip_middle(step_path(run, 14) / ROWS)
     ended = run_here("eval", run)
-    assert ended.code == 1 and f"'{step_path(run, 12)}' is whole" in ended.err and "likewise" not in ended.err
+    assert ended.code == 1 and f"'{step_path(run, 12)}' is intact" in ended.err and "and the same for" not in ended.err
 
 
 @pytest.mark.parametrize("harm", ["content", "missing", "cut", "manifests", "another's"])
@@ -138,7 +138,7 @@ def test_none_is_whole(tiny: Path, run: Path) -> None:
     flip_middle(step_path(run, 2) / "tables/user/block-00000.arrow")
     before = tree(run)
     ended = run_here("train", config(run, tiny, **OLDER))
-    assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older one beside it is whole")
+    assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older checkpoint in its folder is intact")
     assert tree(run) == before
 
 
@@ -171,7 +171,7 @@ def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
     store.pipe_file(name, bytes(content))
     ended = run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url))
     assert ended.code == 1
-    assert ended.errors[0].endswith("is whole, and the same command takes it with checkpoint.resume=older")
+    assert ended.errors[0].endswith("is intact; the same command resumes from it with checkpoint.resume=older")
     stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
     ended = run_here("train", config(run, tiny, **stopped))
     assert ended.code == 0 and "falling back to step-000000008" in ended.err, ended

@@ -162,4 +162,4 @@ def test_going_back_on_two_ranks(place: Place, two_ranks: Callable[..., list[End
     ended = two_ranks(*command)
     assert [one.code for one in ended] == [1, 1]
     for one in ended:
-        assert len(one.errors) == 1 and one.errors[0].endswith("no older one beside it is whole")
+        assert len(one.errors) == 1 and one.errors[0].endswith("no older checkpoint in its folder is intact")

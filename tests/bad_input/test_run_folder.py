@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_offer_works(
         [line] = ended.err.splitlines()
         assert line.startswith("error: checkpoint ") and str(newest) in line and name in line
         assert line.endswith(
-            f"{str(older)!r} is whole, and the same command takes it after `mv {newest} {newest}.damaged`"
+            f"{str(older)!r} is intact; the same command resumes from it after `mv {newest} {newest}.damaged`"
         )
         assert tree(run) == before
     os.rename(newest, f"{newest}.damaged")
@@ -82,7 +82,9 @@ def test_no_older_one_is_whole(tiny: Path, run: Path) -> None:
     for path in (run / "checkpoints").iterdir():
         cut(path / "dense.safetensors")
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run)))
-    assert ended.code == 1 and ended.err.strip().endswith("use an older one; no older one beside it is whole")
+    assert ended.code == 1 and ended.err.strip().endswith(
+        "use an older one; no older checkpoint in its folder is intact"
+    )
     assert len(ended.err.splitlines()) == 1
 
 
@@ -384,7 +386,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_replaced(tiny: Path, run: Pa
     path.write_text("mine")
     ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
     assert ended.code == 1 and path.read_text() == "mine"
-    assert "step-000000014" in ended.errors[0] and "no folder" in ended.errors[0]
+    assert "step-000000014" in ended.errors[0] and "not a folder" in ended.errors[0]
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tiny: Path, run: Path) -> None:

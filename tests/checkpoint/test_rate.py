@@ -131,9 +131,11 @@ def test_a_lifted_limit_holds_nobody() -> None:
 def test_less_than_ranks_can_share_is_refused() -> None:
     rate = WriteRateLimiter(3 * MIN_BYTES_PER_S)
     rate.set_num_writers(3)
-    with pytest.raises(MesetaError, match=r"3,000,000 bytes a second for 4 ranks .* each have at least 1,000,000"):
+    with pytest.raises(
+        MesetaError, match=r"3,000,000 bytes per second is too low for 4 writing ranks; allow at least 1,000,000"
+    ):
         rate.set_num_writers(4)
-    with pytest.raises(MesetaError, match="1,000 bytes a second"):
+    with pytest.raises(MesetaError, match="1,000 bytes per second"):
         WriteRateLimiter(1000)
 
 

@@ -197,8 +197,8 @@ def change(document: Any, path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", "meseta.export/2", "this version reads 'meseta.export/1'"),
-        ("format", ["x"], "this version reads"),
+        ("format", "meseta.export/2", "format of export.json must be 'meseta.export/1'"),
+        ("format", ["x"], "format of export.json must be"),
         ("files", "pickle", "'files': input should be"),
         ("step", -1, "'step': input should be greater"),
         ("step", 1.5, "'step'"),
@@ -207,10 +207,10 @@ def change(document: Any, path: str, value: Any) -> None:
         ("dense_optimizer", "SGD", "trained with SGD, but the config has Adam"),
         ("states", False, "has no optimizer states; export the checkpoint again with --states"),
         ("states", "yes", "'states'"),
-        ("more", 1, "'more' is no key of it"),
+        ("more", 1, "'more' is an unknown key"),
         ("tables", [], "'tables'"),
         ("tables/user", None, "'tables.user.'"),
-        ("tables/user/path", "/etc/passwd", "'tables.user.path' is no key of it"),
+        ("tables/user/path", "/etc/passwd", "'tables.user.path' is an unknown key"),
         ("tables/../../x", {}, "'tables.../../x"),
         ("tables/user/num_embeddings", 10**15, "num_embeddings 1000000000000000 there, but 300 in the model"),
         ("tables/user/embedding_dim", 8, "has embedding_dim 8 there, but 4"),
@@ -243,8 +243,8 @@ def test_what_is_missing(run: Path, config: Callable[..., RunConfig], tmp_path: 
     for name, states, message in (
         ("bare", True, "has no optimizer states"),
         ("some", False, "table 'city' is missing in the export, which has item, user"),
-        ("run", False, "give a folder that `meseta checkpoint export`"),
-        ("nowhere", False, "give a folder that `meseta checkpoint export`"),
+        ("run", False, "choose a folder that `meseta checkpoint export`"),
+        ("nowhere", False, "choose a folder that `meseta checkpoint export`"),
     ):
         with pytest.raises(MesetaError, match=message):
             import_export(run.parent / name, config(), states=states)
@@ -315,7 +315,8 @@ def test_links_and_other_arrays(run: Path, config: Callable[..., RunConfig], tmp
     rows = np.load(run.parent / "numpy/tables/user/row.npy")
     for number, (inner, message) in enumerate((
         ("tables/user/row.npy", "a link leads out"), ("tables/item/row.npy", "object"),
-        ("dense.npz", "no uncompressed .npy"), ("tables/user/row.npy", "some values are no bfloat16"),
+        ("dense.npz", "not an uncompressed .npy file"),
+        ("tables/user/row.npy", "some values are not representable as bfloat16"),
     )):  # fmt: skip
         copy = Path(shutil.copytree(run.parent / "numpy", tmp_path / str(number)))
         file = copy / inner
