@@ -261,7 +261,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
 
     def last_lines(command: Command) -> list[str]:
         lines = command.err.read_text().splitlines()
-        return [line for line in lines if not line.startswith(("step ", "test at ", "going on "))]
+        return [line for line in lines if not line.startswith(("step ", "test at ", "resuming "))]
 
     dead_rank = start("dead rank", 8)
     os.kill(dead_rank.ranks()[1], signal.SIGKILL)
