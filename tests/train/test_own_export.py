@@ -275,7 +275,7 @@ def spoil_safetensors(file: Path, name: str, change: Callable[[Tensor], Tensor |
         ),
         ("user: exp_avg_sq", lambda t: t + float("inf"), "'exp_avg_sq' has values that are not finite"),
         ("model.top_mlp.0.bias", lambda t: t * float("nan"), "'model.top_mlp.0.bias' has values that are not finite"),
-        ("model.top_mlp.0.bias", lambda t: None, "has shape nothing, but (8,) in the model"),
+        ("model.top_mlp.0.bias", lambda t: None, "is saved as nothing, but the model has (8,)"),
         (
             "optimizer.top_mlp.0.bias.exp_avg",
             lambda t: None,

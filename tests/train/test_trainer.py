@@ -303,7 +303,7 @@ def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"checkpoint__resume": "never"}, "checkpoint.resume is 'never'"),
         ({"model__embedding_dim": 8}, "table 'user' has embedding_dim 4 there, but 8 in the model"),
-        ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' has shape (8,), but (9,) in the model"),
+        ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' is saved as (8,), but the model has (9,)"),
         ({"embedding__optimizer__name": "sgd"}, "row optimizer 'rowwise_adagrad'"),
         ({"dense__optimizer__name": "sgd"}, "the dense part was trained with Adam, but the config has SGD"),
         ({"train__max_steps": 3}, "is at step 6, beyond the 3 steps of the config"),

@@ -97,7 +97,7 @@ def set_dense_parameters(model: nn.Module, tensors: Mapping[str, Tensor], where:
         shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (saved, expected)]
         if shapes[0] != shapes[1]:
             raise MesetaError(
-                f"{where}: dense tensor {name!r} has shape {shapes[0]}, but {shapes[1]} in the model; "
+                f"{where}: dense tensor {name!r} is saved as {shapes[0]}, but the model has {shapes[1]}; "
                 "use the config that it was trained with"
             )
     model.load_state_dict(

@@ -155,7 +155,7 @@ class RunPlanner:
     def _with_topology(self, plan: Plan) -> tuple[Plan, Topology]:
         """Return (plan, topology) with the same number of ranks per host. Collective.
 
-        A plan with another number is predicted for hosts of its own size.
+        If the plan has another number, the topology is adapted to it.
         """
         topology = self.topology
         if plan.devices_per_host is None:

@@ -43,7 +43,7 @@ def make_workload(
 def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
     """Return the statistics that `meseta prepare` measured for a feature."""
     counted = column.statistics
-    # A split shorter than a window of the reuse histogram was counted as one window of its own length.
+    # A split shorter than a window of the reuse histogram was counted as one window of the length of the split.
     window = max(min(counted.reuse.window_samples, num_samples), 1)
     return FeatureLoad(
         pooling_factor=counted.mean_pooling_factor,

@@ -208,7 +208,7 @@ class _PhaseComparison:
                             phase=self.phase,
                             step=local_step.number,
                             table=name,
-                            description=f"what feature {feature!r} of sample {first + sample:,} reads, column {at},",
+                            description=f"lookup of feature {feature!r} for sample {first + sample:,}, column {at},",
                             row=first + sample,
                             column=at,
                             rank=rank,
@@ -238,7 +238,7 @@ class _PhaseComparison:
             self._keep_first(
                 Mismatch(
                     phase=self.phase, step=step, table=table, row=int(rows[row]), column=column, rank=0,
-                    description=f"row {int(rows[row]):,}, column {column}, lies on no rank: it",
+                    description=f"row {int(rows[row]):,}, column {column}, which no rank holds,",
                     values=(torch.nan, float(expected[row, column])), rule=ToleranceRule("bits"),
                 )
             )  # fmt: skip

@@ -205,7 +205,7 @@ def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> Non
 
 
 def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num_steps: int) -> None:
-    # This is a function of its own, so that the model of one phase is freed before the next one is created.
+    # This is a separate function, so that the model of one phase is freed before the next one is created.
     at_rest: dict[int, Tensor] = {}
     for result in run_steps(config, world, phase, num_steps, world.size):
         if world.rank == 0:
