@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
+
+# `Self` would be shorter, but the type checks of `make soak` cannot resolve it.
+ErrorT = TypeVar("ErrorT", bound="MesetaError")
 
 
 class MesetaError(ValueError):
@@ -41,13 +44,13 @@ class MesetaError(ValueError):
         """Message without the remedy."""
         return str(self.args[0])
 
-    def with_prefix(self, prefix: str) -> Self:
+    def with_prefix(self: ErrorT, prefix: str) -> ErrorT:
         """Return a copy of this error with `prefix` before its message. Class and attributes are kept."""
         error = copy.copy(self)
         error.args = (f"{prefix}{self.reason}",)
         return error
 
-    def with_suffix(self, suffix: str) -> Self:
+    def with_suffix(self: ErrorT, suffix: str) -> ErrorT:
         """Return a copy of this error with `suffix` after its message. Class and attributes are kept.
 
         If the error has a remedy, the suffix becomes part of it.

@@ -83,14 +83,14 @@ def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_si
     held = {name for names in world.all_gather_object([piece.spec.name for piece in shards]) for name in names}
     run_on_all_ranks(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
     dense = run_on_all_ranks(world, lambda: _fill_shards(path, manifest, shards, marks_since_whole))
-    carried = (
+    prefetched = (
         run_on_all_ranks(world, lambda: read_tensors(path, manifest[PREFETCHED])) if PREFETCHED in manifest else None
     )
     state = dict(manifest["state"])
     if manifest["reader"] is not None:
         state["reader"] = manifest["reader"]
     return LoadedCheckpoint(
-        step=manifest["step"], dense=dense, prefetched_embeddings=carried, state=state, manifest=manifest
+        step=manifest["step"], dense=dense, prefetched_embeddings=prefetched, state=state, manifest=manifest
     )
 
 

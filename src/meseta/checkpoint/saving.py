@@ -293,9 +293,9 @@ def _commit(
     options: SaveOptions,
 ) -> None:
     """Write the tensors outside the tables, then commit with the manifest. All other ranks have finished writing."""
-    carried, rate = options.prefetched_embeddings, options.rate_limiter
+    prefetched, rate = options.prefetched_embeddings, options.rate_limiter
     if rate is not None:
         rate.set_num_writers(1)
-    of_dense = write_tensors(growing, DENSE_PATH, dense, rate)
-    of_carried = None if carried is None else write_tensors(growing, PREFETCHED_PATH, carried, rate)
-    store.commit(growing, build_manifest(dense=of_dense, prefetched=of_carried, **document), rate)
+    dense_entry = write_tensors(growing, DENSE_PATH, dense, rate)
+    prefetched_entry = None if prefetched is None else write_tensors(growing, PREFETCHED_PATH, prefetched, rate)
+    store.commit(growing, build_manifest(dense=dense_entry, prefetched=prefetched_entry, **document), rate)

@@ -58,10 +58,10 @@ class RowPriority:
 class LaneWork:
     """Result of `Lane.submit`."""
 
-    def __init__(self, lane: Lane, carry: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, function: Callable[[], None]) -> None:
         self.done_s: float | None = None
         """Time at which the work finished, by `time.perf_counter`. `None` until then."""
-        self._lane, self._function = lane, carry
+        self._lane, self._function = lane, function
         self._error: BaseException | None = None
 
     def wait(self) -> None:
@@ -111,9 +111,9 @@ class Lane:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(like.dtype)
 
-    def submit(self, carry: Callable[[], None], *, in_background: bool = True) -> LaneWork:
-        """Queue `carry`. It runs in the thread of this lane, or else in the first thread that waits for the result."""
-        work = LaneWork(self, carry)
+    def submit(self, function: Callable[[], None], *, in_background: bool = True) -> LaneWork:
+        """Queue `function`. It runs in the thread of this lane, or in the first thread that waits for the result."""
+        work = LaneWork(self, function)
         self._queue.append(work)
         if in_background:
             if self._thread is None:

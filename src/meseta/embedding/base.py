@@ -53,12 +53,12 @@ class OptimizerInBackward(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        answers: Sequence[Tensor],
+        embeddings: Sequence[Tensor],
         update: Callable[..., Sequence[Tensor | None]],
         *weights: Tensor | None,
     ) -> Any:
         ctx.update = update
-        return tuple(answers)
+        return tuple(embeddings)
 
     @staticmethod
     @once_differentiable

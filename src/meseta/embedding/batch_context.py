@@ -166,8 +166,8 @@ class BatchContext(Generic[GroupStateT]):
     def pop_embeddings(self) -> Sequence[Tensor]:
         """Return the embeddings and drop the reference to them."""
         assert self.embeddings is not None
-        answers, self.embeddings = self.embeddings, None
-        return answers
+        embeddings, self.embeddings = self.embeddings, None
+        return embeddings
 
     def pop_group_states(self) -> tuple[GroupStateT, ...]:
         """Return the group states and drop the reference to them."""

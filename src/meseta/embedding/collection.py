@@ -77,8 +77,8 @@ class LocalLookup:
         whole = torch.zeros_like(ids.weights)
         sizes = [b - a for a, b in pairwise(bags.key_offsets)]
         for f, part in zip(self.group.pooled_names, bag_weight_gradients.split(sizes), strict=True):
-            start = ids.key_offsets[ids.keys.index(f)]
-            whole[start : start + part.numel()] = part
+            first = ids.key_offsets[ids.keys.index(f)]
+            whole[first : first + part.numel()] = part
         return whole
 
 
@@ -112,30 +112,32 @@ class RoundedLookup(LocalLookup):
 
     def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         pooled, *rows = super().__call__(ids)
-        wire = MessageFormat(self._dtype, pooled.device, self._comm.codec("forward"))
+        message_format = MessageFormat(self._dtype, pooled.device, self._comm.codec("forward"))
         exact_by_feature = pooled.split(self.group.pooled_dims, dim=1)
         bags, single = self._is_sent[: len(exact_by_feature)], self._is_sent[len(exact_by_feature) :]
-        sent = wire.round_trip(pooled, self.group.pooled_dims).split(self.group.pooled_dims, dim=1)
+        sent = message_format.round_trip(pooled, self.group.pooled_dims).split(self.group.pooled_dims, dim=1)
         each_bag = zip(sent, exact_by_feature, bags, strict=True)
         sums = torch.cat([pooled[:, :0], *(values if is_sent else exact for values, exact, is_sent in each_bag)], dim=1)
         lengths = ids.lengths.view(len(self.group.features), -1)
         each = zip(rows, single, strict=True)
-        rounded = [wire.round_trip(values, (values.shape[1],)) if is_sent else values for values, is_sent in each]
+        rounded = [
+            message_format.round_trip(values, (values.shape[1],)) if is_sent else values for values, is_sent in each
+        ]
         return [self.group.divide_means(sums, lengths), *rounded]
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
         bag_gradient, *row_gradients = gradients
         half = HalfRange(gradient_exponent(ids.batch_size))
-        wire = MessageFormat(self._dtype, bag_gradient.device, self._comm.codec("backward"), half_range=half)
+        message_format = MessageFormat(self._dtype, bag_gradient.device, self._comm.codec("backward"), half_range=half)
         names = tuple(feature.name for feature in self.group.features)
-        draw = GradientRounding(self._seed, step, names, 0, ids.lengths) if wire.codec.scale_bytes else None
+        draw = GradientRounding(self._seed, step, names, 0, ids.lengths) if message_format.codec.scale_bytes else None
         features = [f for f in range(len(names)) if f not in self.group.unpooled_indices]
         rounding = None if draw is None else draw.bag_rounding([(f, 0) for f in features])
         sums = self.group.to_sum_gradient(bag_gradient, ids.lengths)
-        rounded = [wire.round_trip(sums, self.group.pooled_dims, rounding)]
+        rounded = [message_format.round_trip(sums, self.group.pooled_dims, rounding)]
         for f, gradient in zip(self.group.unpooled_indices, row_gradients, strict=True):
             rounding = None if draw is None else draw.row_rounding(f, 0, draw.row_positions(f))
-            rounded.append(wire.round_trip(gradient, (gradient.shape[1],), rounding))
+            rounded.append(message_format.round_trip(gradient, (gradient.shape[1],), rounding))
         return local_segment(ids, rounded, self.group.unpooled_indices)
 
 
@@ -279,8 +281,8 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
 
     def _output_dist(self, flight: BatchContext[CheckedIds]) -> Embeddings:
         ids = [group_ids.kjt for group_ids in flight.group_states]
-        answers, update = flight.pop_embeddings(), partial(self._run_backward, flight)
-        outputs = OptimizerInBackward.apply(self._anchor, answers, update, *(group_ids.weights for group_ids in ids))
+        embeddings, update = flight.pop_embeddings(), partial(self._run_backward, flight)
+        outputs = OptimizerInBackward.apply(self._anchor, embeddings, update, *(group_ids.weights for group_ids in ids))
         return self._make_embeddings(flight, ids, outputs)
 
     def emulate_rounding(self, comm: Communication, at_home: Iterable[str] = ()) -> None:

@@ -101,12 +101,12 @@ class CountsExchange:
         parts += [] if buckets is None else [buckets.totals]
         return torch.cat(parts if distinct is None else [*parts, distinct.counts])
 
-    def start(self, known: Int[Tensor, " n"]) -> PendingCollective:
+    def start(self, local_counts: Int[Tensor, " n"]) -> PendingCollective:
         send, receive = [0] * self._world.size, [0] * self._world.size
         for rank, size in zip(self.first_hop_ranks, self._num_sent, strict=True):
             send[rank], receive[rank] = size, self._num_received
         scope = ExchangeScope(self.first_hop_ranks, self._tables)
-        return self._world.all_to_all(known[self._gather_index], send, receive, "counts", scope=scope)
+        return self._world.all_to_all(local_counts[self._gather_index], send, receive, "counts", scope=scope)
 
     @property
     def _num_received(self) -> int:

@@ -60,7 +60,7 @@ class GradientDist:
 
         Owners in this host also receive the gradients of partial bags. The layout is that of the embeddings.
         """
-        routing, world, x, wire = self.routing, self.world, self.input_dist, self.formats.direct
+        routing, world, x, message_format = self.routing, self.world, self.input_dist, self.formats.direct
         ranks, host_ranks = range(world.size), routing.host_ranks(world.rank)
         exchange_ranks = host_ranks if routing.is_hierarchical else ranks
         send = [
@@ -70,36 +70,44 @@ class GradientDist:
             for r in ranks
         ]
         receive = [routing.output_message(world.rank, r, x.batch_size_per_rank, x.ids_per_route.served) for r in ranks]
-        buffer = wire.empty(send)
-        for r, (direct, host_reduced, *rows) in enumerate(wire.views(buffer, send)):
+        buffer = message_format.empty(send)
+        for r, (direct, host_reduced, *rows) in enumerate(message_format.views(buffer, send)):
             direct_layout, reduced_layout, *route_layouts = send[r]
             if direct.numel() and routing.is_hierarchical:
                 direct.copy_(inter_host.direct[r])
             elif direct.numel():
-                self._write_bags(wire, direct, direct_layout, routing.gradient_moves[r], routing.direct_pieces[r])
+                self._write_bags(
+                    message_format, direct, direct_layout, routing.gradient_moves[r], routing.direct_pieces[r]
+                )
             if host_reduced.numel():
-                wire.write(host_reduced, reduced_layout, [inter_host.bags], routing.host_reduced_gradient_moves[r])
+                message_format.write(
+                    host_reduced, reduced_layout, [inter_host.bags], routing.host_reduced_gradient_moves[r]
+                )
             for k, (out, matrix) in enumerate(
                 zip(rows, route_layouts, strict=True), start=routing.host_reduced[r].stop
             ):
                 if not routing.is_hierarchical:
-                    self._write_rows(wire, out, matrix, routing.routes_by_owner[r][k])
+                    self._write_rows(message_format, out, matrix, routing.routes_by_owner[r][k])
                 elif r in host_ranks:
                     out.copy_(inter_host.rows[r, k])
         scope = ExchangeScope(exchange_ranks, batch_tag=x.batch_tag)
-        return world.all_to_all(buffer, wire.message_sizes(send), wire.message_sizes(receive), "gradients", scope=scope)
+        return world.all_to_all(
+            buffer, message_format.message_sizes(send), message_format.message_sizes(receive), "gradients", scope=scope
+        )
 
     def _start_first_hop(self) -> Callable[[], InterHostGradients]:
         """Start to send gradients to hosts. Returns a function that waits for the gradients of this host."""
-        routing, x, wire = self.routing, self.input_dist, self.formats.inter_host
+        routing, x, message_format = self.routing, self.input_dist, self.formats.inter_host
         batch_size, hosts = x.batch_size_per_rank[self.world.rank], range(len(routing.host_widths))
         messages = [routing.cross_host_message(host, batch_size, x.ids_per_route.requested) for host in hosts]
-        buffer = wire.empty(messages)
-        for host, (bags, *other_views) in enumerate(wire.views(buffer, messages)):
+        buffer = message_format.empty(messages)
+        for host, (bags, *other_views) in enumerate(message_format.views(buffer, messages)):
             owners, (bag_layout, *other_layouts) = routing.forwarding_ranks(host), messages[host]
-            self._write_bags(wire, bags, bag_layout, routing.host_gradient_moves[host], routing.host_pieces[host])
+            self._write_bags(
+                message_format, bags, bag_layout, routing.host_gradient_moves[host], routing.host_pieces[host]
+            )
             for r, out, matrix in zip(owners, other_views, other_layouts, strict=False):
-                self._write_bags(wire, out, matrix, routing.gradient_moves[r], routing.direct_pieces[r])
+                self._write_bags(message_format, out, matrix, routing.gradient_moves[r], routing.direct_pieces[r])
             routes = zip(
                 routing.host_unpooled_routes[host],
                 other_views[len(owners) :],
@@ -107,12 +115,12 @@ class GradientDist:
                 strict=True,
             )
             for (r, k), out, matrix in routes:
-                self._write_rows(wire, out, matrix, routing.routes_by_owner[r][k])
-        return send_gradients_to_cross_host_peers(routing, self.world, x, buffer, wire)
+                self._write_rows(message_format, out, matrix, routing.routes_by_owner[r][k])
+        return send_gradients_to_cross_host_peers(routing, self.world, x, buffer, message_format)
 
     def _write_bags(
         self,
-        wire: MessageFormat,
+        message_format: MessageFormat,
         out: Tensor,
         matrix: MatrixLayout,
         moves: Sequence[int],
@@ -122,14 +130,14 @@ class GradientDist:
         if not out.numel():
             return
         rounding = None if self.rounding is None else self.rounding.bag_rounding(pieces)
-        wire.write(out, matrix, self.gradients[:1], moves, self.scale, rounding)
+        message_format.write(out, matrix, self.gradients[:1], moves, self.scale, rounding)
 
-    def _write_rows(self, wire: MessageFormat, out: Tensor, matrix: MatrixLayout, route: Route) -> None:
+    def _write_rows(self, message_format: MessageFormat, out: Tensor, matrix: MatrixLayout, route: Route) -> None:
         rows, rounding = select_row_gradients(self.unpooled_features, self.input_dist, self.gradients, route), None
         if self.rounding is not None:
             numbers = select_range(self.input_dist, self.rounding.row_positions(route.feature), route)
             rounding = self.rounding.row_rounding(route.feature, route.shard.columns[0], numbers)
-        wire.write(out, matrix, [rows[:, slice(*route.shard.columns)]], None, self.scale, rounding)
+        message_format.write(out, matrix, [rows[:, slice(*route.shard.columns)]], None, self.scale, rounding)
 
 
 def select_row_gradients(unpooled: Sequence[int], x: InputDist, gradients: Sequence[Tensor], route: Route) -> Tensor:
@@ -146,7 +154,7 @@ def select_range(x: InputDist, values: Tensor, route: Route) -> Tensor:
 
 
 def receive_gradients(
-    routing: Routing, world: World, x: InputDist, sent: GradientDist, wire: MessageFormat
+    routing: Routing, world: World, x: InputDist, sent: GradientDist, message_format: MessageFormat
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the gradients of this owner as (direct bags, partial bags, rows of each unpooled route).
 
@@ -157,21 +165,27 @@ def receive_gradients(
     messages = [
         routing.output_message(rank, r, x.batch_size_per_rank, x.ids_per_route.served) for r in range(world.size)
     ]
-    host_reduced = torch.empty(x.num_samples, routing.host_reduced[rank].width, dtype=wire.dtype, device=wire.device)
+    host_reduced = torch.empty(
+        x.num_samples, routing.host_reduced[rank].width, dtype=message_format.dtype, device=message_format.device
+    )
     columns = routing.direct_columns[rank]
     # With direct bags only, the messages of all ranks form one matrix.
-    if len(messages[0]) == 2 and not (routing.is_hierarchical or wire.is_mixed):
+    if len(messages[0]) == 2 and not (routing.is_hierarchical or message_format.is_mixed):
         whole = MatrixLayout(x.num_samples, columns)
-        [[view]] = wire.views(buffer, [[whole]])
-        return wire.decode(view, whole), host_reduced, []
-    direct, partial, *rows = (list(rank_parts) for rank_parts in zip(*wire.views(buffer, messages), strict=True))
+        [[view]] = message_format.views(buffer, [[whole]])
+        return message_format.decode(view, whole), host_reduced, []
+    direct, partial, *rows = (
+        list(rank_parts) for rank_parts in zip(*message_format.views(buffer, messages), strict=True)
+    )
     if host_reduced.numel():
         torch.cat(order_by_cross_host_peer(routing, rank, partial, x.batch_size_per_rank), out=host_reduced)
-    bags = wire.decode_all(order_by_rank(routing, rank, direct, x.batch_size_per_rank), columns)
+    bags = message_format.decode_all(order_by_rank(routing, rank, direct, x.batch_size_per_rank), columns)
     ordered = []
     for k, parts in enumerate(rows, start=routing.host_reduced[rank].stop):
         counts = [x.ids_per_route.served[r][k] for r in range(world.size)]
-        ordered.append(wire.decode_all(order_by_rank(routing, rank, parts, counts), (routes[k].shard.num_columns,)))
+        ordered.append(
+            message_format.decode_all(order_by_rank(routing, rank, parts, counts), (routes[k].shard.num_columns,))
+        )
     return bags, host_reduced, ordered
 
 

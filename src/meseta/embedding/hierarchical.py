@@ -149,8 +149,8 @@ def send_to_cross_host_peers(
     routing: Routing,
     world: World,
     x: InputDist,
-    answers: Sequence[Sequence[Tensor]],
-    wire: MessageFormat,
+    views: Sequence[Sequence[Tensor]],
+    message_format: MessageFormat,
     tables: Sequence[str],
 ) -> Callable[[], InterHostEmbeddings]:
     """Add the partial bags of this host, and start to send embeddings to the peers whose samples they belong to.
@@ -159,49 +159,49 @@ def send_to_cross_host_peers(
     of this rank's samples.
     """
     peers, host = routing.cross_host_peers(world.rank), world.rank // routing.ranks_per_host
-    packed = _pack_for_cross_host_peers(routing, world.rank, x, answers, wire)
+    packed = _pack_for_cross_host_peers(routing, world.rank, x, views, message_format)
     send, receive = [0] * world.size, [0] * world.size
     hosts, batch_size = range(len(routing.host_widths)), x.batch_size_per_rank[world.rank]
     messages = [routing.cross_host_message(h, batch_size, x.rows_per_route.requested) for h in hosts]
     for message, peer in zip(messages, peers, strict=True):
-        [send[peer]] = wire.message_sizes(
+        [send[peer]] = message_format.message_sizes(
             [routing.cross_host_message(host, x.batch_size_per_rank[peer], x.rows_per_route.forwarded.get(peer, {}))]
         )
-        [receive[peer]] = wire.message_sizes([message])
+        [receive[peer]] = message_format.message_sizes([message])
     pending = world.all_to_all(packed, send, receive, "whole bags", scope=ExchangeScope(peers, tables, x.batch_tag))
 
-    def take() -> InterHostEmbeddings:
+    def wait_for_embeddings() -> InterHostEmbeddings:
         bags, direct, rows = list[Tensor](), dict[int, Tensor](), RouteRows()
-        for h, (host_bags, *other_views) in zip(hosts, wire.views(pending.wait(), messages), strict=True):
+        for h, (host_bags, *other_views) in zip(hosts, message_format.views(pending.wait(), messages), strict=True):
             owners = routing.forwarding_ranks(h)
             bags.append(host_bags)
             direct.update(zip(owners, other_views, strict=False))
             route_views = zip(
                 routing.host_unpooled_routes[h], other_views[len(owners) :], messages[h][1 + len(owners) :], strict=True
             )
-            rows.update({place: wire.decode(view, matrix) for place, view, matrix in route_views})
+            rows.update({place: message_format.decode(view, matrix) for place, view, matrix in route_views})
         return InterHostEmbeddings(bags, direct, rows)
 
-    return take
+    return wait_for_embeddings
 
 
 def _pack_for_cross_host_peers(
-    routing: Routing, rank: int, x: InputDist, answers: Sequence[Sequence[Tensor]], wire: MessageFormat
+    routing: Routing, rank: int, x: InputDist, views: Sequence[Sequence[Tensor]], message_format: MessageFormat
 ) -> Tensor:
     """Pack whole bags of this host, then direct bags and rows of its owners, peer by peer."""
     # Direct bags and rows are forwarded as their owners encoded them.
     peers, host = routing.cross_host_peers(rank), rank // routing.ranks_per_host
     sizes = [x.batch_size_per_rank[peer] for peer in peers]
-    partial = [answers[host_rank][1] for host_rank in routing.host_ranks(rank)]
-    whole = wire.pack(routing.host_bag_layout(host, sum(sizes)), partial, routing.host_reduce_moves[host])
+    partial = [views[host_rank][1] for host_rank in routing.host_ranks(rank)]
+    whole = message_format.pack(routing.host_bag_layout(host, sum(sizes)), partial, routing.host_reduce_moves[host])
     if not routing.is_hierarchical:
         return whole.view(-1)
-    forwarded = [answers[owner][0].split(sizes) for owner in routing.forwarding_ranks(host)]
+    forwarded = [views[owner][0].split(sizes) for owner in routing.forwarding_ranks(host)]
     for owner, k in routing.host_unpooled_routes[host]:
-        rows = answers[owner][2 + k - routing.host_reduced[owner].stop]
+        rows = views[owner][2 + k - routing.host_reduced[owner].stop]
         forwarded.append(rows.split([x.rows_per_route.forwarded[peer][owner][k] for peer in peers]))
-    by_twin = zip(whole.split(sizes), *forwarded, strict=True)
-    return torch.cat([part.reshape(-1) for parts in by_twin for part in parts])
+    parts_by_peer = zip(whole.split(sizes), *forwarded, strict=True)
+    return torch.cat([part.reshape(-1) for parts in parts_by_peer for part in parts])
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class InterHostGradients:
 
 
 def send_gradients_to_cross_host_peers(
-    routing: Routing, world: World, x: InputDist, buffer: Tensor, wire: MessageFormat
+    routing: Routing, world: World, x: InputDist, buffer: Tensor, message_format: MessageFormat
 ) -> Callable[[], InterHostGradients]:
     """Start to send each host the gradients of its bags and rows. `buffer` has the layout of `cross_host_message`.
 
@@ -230,10 +230,10 @@ def send_gradients_to_cross_host_peers(
         for peer in peers
     ]
     for h, peer in enumerate(peers):
-        [send[peer]] = wire.message_sizes(
+        [send[peer]] = message_format.message_sizes(
             [routing.cross_host_message(h, x.batch_size_per_rank[world.rank], x.ids_per_route.requested)]
         )
-        [receive[peer]] = wire.message_sizes([messages[h]])
+        [receive[peer]] = message_format.message_sizes([messages[h]])
     scope = ExchangeScope(peers, batch_tag=x.batch_tag)
     pending = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope)
 
@@ -243,12 +243,14 @@ def send_gradients_to_cross_host_peers(
             routing.host_bag_layout(host, sum(x.batch_size_per_rank[peer] for peer in peers)),
         )
         if not routing.is_hierarchical:
-            [[view]] = wire.views(received, [[bags]])
-            return InterHostGradients(wire.decode(view, bags), {}, {})
-        whole, *forwarded = (torch.cat(parts) for parts in zip(*wire.views(received, messages), strict=True))
+            [[view]] = message_format.views(received, [[bags]])
+            return InterHostGradients(message_format.decode(view, bags), {}, {})
+        whole, *forwarded = (torch.cat(parts) for parts in zip(*message_format.views(received, messages), strict=True))
         owners = routing.forwarding_ranks(host)
         rows = zip(routing.host_unpooled_routes[host], forwarded[len(owners) :], strict=True)
-        return InterHostGradients(wire.decode(whole, bags), dict(zip(owners, forwarded, strict=False)), dict(rows))
+        return InterHostGradients(
+            message_format.decode(whole, bags), dict(zip(owners, forwarded, strict=False)), dict(rows)
+        )
 
     return take
 

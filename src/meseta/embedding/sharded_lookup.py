@@ -116,8 +116,8 @@ class ShardedLookup:
         weighted = tuple(self.group.features[route.feature].weighted for route in routes)
         return LookupGroup(tuple(self._rows[route.shard].weight for route in routes), weighted)
 
-    def start_input_dist(self, checked: CheckedIds | MesetaError, mark: int, totals: BatchTotals) -> PendingCounts:
-        """Sort the ids by owner, and start to exchange counts with the batch tag `mark` and the totals of this rank.
+    def start_input_dist(self, checked: CheckedIds | MesetaError, batch_tag: int, totals: BatchTotals) -> PendingCounts:
+        """Sort the ids by owner, and start to exchange counts with the batch tag and the totals of this rank.
 
         Does not wait for a GPU, unless distinct rows are counted. An error in `checked` is sent to all ranks, and
         `input_dist` raises it.
@@ -129,10 +129,10 @@ class ShardedLookup:
             DistinctRows.from_batch(valid_ids.kjt, self.routing),
         )
         local_counts = self._counts_exchange.pack_local_counts(
-            mark, totals, valid_ids.kjt, valid_ids.first_error, buckets, distinct
+            batch_tag, totals, valid_ids.kjt, valid_ids.first_error, buckets, distinct
         )
         return PendingCounts(
-            batch_tag=mark,
+            batch_tag=batch_tag,
             ids=valid_ids.kjt,
             buckets=buckets,
             local_counts=local_counts,
@@ -144,13 +144,13 @@ class ShardedLookup:
     def _refused_batch(self) -> CheckedIds:
         """Return a batch without samples, whose header marks it as rejected."""
         keys = tuple(f.name for f in self.group.features)
-        mark = torch.tensor([BATCH_REJECTED, 0, 0], device=self.world.device)
-        ids = KeyedJaggedTensor(keys=keys, values=mark[:0], lengths=mark[:0])
-        return CheckedIds(kjt=ids, num_outside=mark.new_zeros(len(keys)), first_error=mark)
+        first_error = torch.tensor([BATCH_REJECTED, 0, 0], device=self.world.device)
+        ids = KeyedJaggedTensor(keys=keys, values=first_error[:0], lengths=first_error[:0])
+        return CheckedIds(kjt=ids, num_outside=first_error.new_zeros(len(keys)), first_error=first_error)
 
     def input_dist(self, x: PendingCounts) -> InputDist:
         """Wait for the counts, raise errors on all ranks, and start to exchange lengths and ids."""
-        counts, first_hop_ranks, sent_slots = (
+        counts, first_hop_ranks, send_layout = (
             self._counts_exchange.wait(x.local_counts, x.pending),
             self._counts_exchange.first_hop_ranks,
             self._counts_exchange.send_layout,
@@ -163,14 +163,14 @@ class ShardedLookup:
             send[rank] = x.ids.batch_size * len(counts.sent_counts[rank]) + sum(counts.sent_counts[rank])
             receive[rank] = batch_sizes[rank] * len(counts.received_counts[rank]) + sum(counts.received_counts[rank])
         packed, scope = (
-            slots.pack_ids(sent_slots, self._id_dtype, self.world.device),
+            slots.pack_ids(send_layout, self._id_dtype, self.world.device),
             ExchangeScope(first_hop_ranks, self.tables, x.batch_tag),
         )
         payload = self.world.all_to_all(packed, send, receive, "ids", scope=scope)
         # Weights have another dtype than ids, so they are sent separately.
         weights = None
         if self.group.is_weighted:
-            packed = slots.pack_weights(sent_slots, self.dtype, self.world.device)
+            packed = slots.pack_weights(send_layout, self.dtype, self.world.device)
             sizes = (
                 [sum(n) for n in counts.sent_counts],
                 [sum(counts.received_counts.get(r, ())) for r in range(self.world.size)],
@@ -229,42 +229,48 @@ class ShardedLookup:
 
         Evaluation uses no codec.
         """
-        wires = self._make_formats(FP32 if is_evaluation else self.comm.codec("forward"))
+        formats = self._make_formats(FP32 if is_evaluation else self.comm.codec("forward"))
         messages = self._expected_messages(x)
-        pending = self._lookup_and_send(x, owned, wires.direct, wires.direct.message_sizes(messages))
+        pending = self._lookup_and_send(x, owned, formats.direct, formats.direct.message_sizes(messages))
         # Replicated rows are looked up while embeddings are in flight.
-        return OutputDist(wires, messages, pending, self._lookup_replicated_bags(x.replicated_ids))
+        return OutputDist(formats, messages, pending, self._lookup_replicated_bags(x.replicated_ids))
 
-    def start_second_hop(self, x: InputDist, answers: OutputDist) -> None:
+    def start_second_hop(self, x: InputDist, output: OutputDist) -> None:
         """Start the second hop of embeddings after the first one arrived. Does nothing without a hop between hosts, or
         if it has started."""
-        if self.routing.reduces_across_hosts and answers.wait_for_second_hop is None:
-            views = answers.formats.direct.views(answers.pending.wait(), answers.message_layouts)
-            far = answers.formats.inter_host
-            answers.wait_for_second_hop = send_to_cross_host_peers(self.routing, self.world, x, views, far, self.tables)
+        if self.routing.reduces_across_hosts and output.wait_for_second_hop is None:
+            views = output.formats.direct.views(output.pending.wait(), output.message_layouts)
+            inter_host = output.formats.inter_host
+            output.wait_for_second_hop = send_to_cross_host_peers(
+                self.routing, self.world, x, views, inter_host, self.tables
+            )
 
-    def output_dist(self, x: InputDist, answers: OutputDist) -> list[Tensor]:
+    def output_dist(self, x: InputDist, output: OutputDist) -> list[Tensor]:
         """Wait for the embeddings of the local slice: pooled [B_local, sum of D], then rows of each unpooled
         feature."""
-        self.start_second_hop(x, answers)
-        wires, take = answers.formats, answers.wait_for_second_hop
-        views = wires.direct.views(answers.pending.wait(), answers.message_layouts)
-        inter_host = InterHostEmbeddings(self._empty_host_bags(x), {}, {}) if take is None else take()
+        self.start_second_hop(x, output)
+        formats, wait_for_second_hop = output.formats, output.wait_for_second_hop
+        views = formats.direct.views(output.pending.wait(), output.message_layouts)
+        inter_host = (
+            InterHostEmbeddings(self._empty_host_bags(x), {}, {})
+            if wait_for_second_hop is None
+            else wait_for_second_hop()
+        )
         direct = [owner_views[0] for owner_views in views]
         if self._hierarchical is not None:
             direct = [inter_host.direct[owner] for owner in range(self.world.size)]
         rows = (
             inter_host.rows
             if self._hierarchical is not None
-            else self._decode_rows(wires.direct, views, answers.message_layouts)
+            else self._decode_rows(formats.direct, views, output.message_layouts)
         )
-        pooled = self._assemble_pooled(x, wires.inter_host, direct, inter_host.bags, answers.replicated_bags)
+        pooled = self._assemble_pooled(x, formats.inter_host, direct, inter_host.bags, output.replicated_bags)
         return [pooled, *(self._assemble_unpooled(x, f, rows) for f in self.group.unpooled_indices)]
 
     def _assemble_pooled(
         self,
         x: InputDist,
-        wire: MessageFormat,
+        message_format: MessageFormat,
         direct: Sequence[Tensor],
         whole: Sequence[Tensor],
         local_bags: Tensor | None,
@@ -273,7 +279,7 @@ class ShardedLookup:
         batch_size, routing = x.batch_size_per_rank[self.world.rank], self.routing
         pooled = empty((batch_size, routing.output_width), self.dtype, self.world.device)
         local = [] if local_bags is None else [local_bags]
-        if wire.is_lossless:
+        if message_format.is_lossless:
             place_columns(pooled, [*direct, *whole, *local], routing.output_moves)
         else:
             if local:  # Replicated rows are the first rows of their tables, and rows are added in ascending order.
@@ -284,27 +290,30 @@ class ShardedLookup:
             received = [
                 view if matrix.width else nothing for view, matrix in zip([*direct, *whole], matrices, strict=True)
             ]
-            wire.decode_into(pooled, received, matrices, routing.received_moves)
+            message_format.decode_into(pooled, received, matrices, routing.received_moves)
         return self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
 
     def _make_formats(self, codec: Codec, half: HalfRange | None = None) -> MessageFormats:
-        far = MessageFormat(
+        inter_host = MessageFormat(
             self.dtype, self.world.device, codec, half_range=half or HalfRange(num_clamped=self._num_clamped)
         )
-        return MessageFormats(replace(far, is_mixed=self.routing.reduces_within_host), far)
+        return MessageFormats(replace(inter_host, is_mixed=self.routing.reduces_within_host), inter_host)
 
     def _decode_rows(
-        self, wire: MessageFormat, answers: Sequence[Sequence[Tensor]], messages: Sequence[MessageLayout]
+        self,
+        message_format: MessageFormat,
+        views_by_owner: Sequence[Sequence[Tensor]],
+        messages: Sequence[MessageLayout],
     ) -> RouteRows:
         """Return the rows of each unpooled route from the messages of owners."""
         rows_by_route = RouteRows()
-        for r, (views, message) in enumerate(zip(answers, messages, strict=True)):
+        for r, (views, message) in enumerate(zip(views_by_owner, messages, strict=True)):
             for i, (view, matrix) in enumerate(zip(views[2:], message[2:], strict=True)):
-                rows_by_route[r, self.routing.host_reduced[r].stop + i] = wire.decode(view, matrix)
+                rows_by_route[r, self.routing.host_reduced[r].stop + i] = message_format.decode(view, matrix)
         return rows_by_route
 
     def _lookup_and_send(
-        self, x: InputDist, owned: OwnedIds, wire: MessageFormat, expected: Sequence[int]
+        self, x: InputDist, owned: OwnedIds, message_format: MessageFormat, expected: Sequence[int]
     ) -> PendingCollective:
         """Look up the rows that this rank owns, and start to send them.
 
@@ -313,31 +322,34 @@ class ShardedLookup:
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._lookup_bags(x, owned, direct)
-        bags = wire.pack(MatrixLayout(x.num_samples, routing.direct_columns[rank]), [bags])
+        bags = message_format.pack(MatrixLayout(x.num_samples, routing.direct_columns[rank]), [bags])
         messages = [
             routing.output_message(rank, r, x.batch_size_per_rank, x.rows_per_route.served)
             for r in range(self.world.size)
         ]
-        if len(self.routes) == direct.stop and not (routing.is_hierarchical or wire.is_mixed):
+        if len(self.routes) == direct.stop and not (routing.is_hierarchical or message_format.is_mixed):
             send = bags.view(-1)
         else:
             partial = dict(enumerate(self._lookup_bags(x, owned, host_reduced).split(x.batch_size_per_rank)))
-            rows, bags_per_rank = self._lookup_rows(x, owned, wire), bags.split(x.batch_size_per_rank)
-            send = wire.empty(messages)
-            for r, views in enumerate(wire.views(send, messages)):
+            rows, bags_per_rank = self._lookup_rows(x, owned, message_format), bags.split(x.batch_size_per_rank)
+            send = message_format.empty(messages)
+            for r, views in enumerate(message_format.views(send, messages)):
                 requesting_ranks = routing.requesting_ranks(rank, r)
                 peers = routing.cross_host_peers(r) if r in routing.host_ranks(rank) else ()
-                parts = [[bags_per_rank[asker] for asker in requesting_ranks], [partial[peer] for peer in peers]]
-                parts += [[route_rows[asker] for asker in requesting_ranks] for route_rows in rows]
+                parts = [
+                    [bags_per_rank[requester] for requester in requesting_ranks],
+                    [partial[peer] for peer in peers],
+                ]
+                parts += [[route_rows[requester] for requester in requesting_ranks] for route_rows in rows]
                 for view, part in zip(views, parts, strict=True):
                     if view.numel():
                         torch.cat(part, out=view)
         scope = ExchangeScope(
             None if self._hierarchical is None else self._hierarchical.host_ranks, self.tables, x.batch_tag
         )
-        return self.world.all_to_all(send, wire.message_sizes(messages), expected, "answers", scope=scope)
+        return self.world.all_to_all(send, message_format.message_sizes(messages), expected, "answers", scope=scope)
 
-    def _lookup_rows(self, x: InputDist, owned: OwnedIds, wire: MessageFormat) -> list[tuple[Tensor, ...]]:
+    def _lookup_rows(self, x: InputDist, owned: OwnedIds, message_format: MessageFormat) -> list[tuple[Tensor, ...]]:
         """Return the encoded rows [rows, columns] for each rank, for each unpooled route of this rank."""
         first = self.routing.host_reduced[self.world.rank].stop
         if first == len(self.routes):
@@ -364,7 +376,7 @@ class ShardedLookup:
         bounds = list(accumulate((sum(route_counts) for route_counts in counts), initial=0))
         rows_and_sizes = zip(row_lookup(tables, ids, bounds), counts, strict=True)
         return [
-            wire.pack(MatrixLayout(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes)
+            message_format.pack(MatrixLayout(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes)
             for rows, sizes in rows_and_sizes
         ]
 
@@ -442,21 +454,21 @@ class ShardedLookup:
         self, x: InputDist, gradients: Sequence[Tensor], batch: BatchSlice, seed: int
     ) -> GradientDist:
         """Start to send gradients, weighted by the share of this rank's samples, to the owners of the rows."""
-        wires, draw = self._gradient_formats(x), None
-        if wires.inter_host.codec.scale_bytes:
+        formats, draw = self._gradient_formats(x), None
+        if formats.inter_host.codec.scale_bytes:
             first = batch.first_sample if self.group.batch_name == "" else sum(x.batch_size_per_rank[: self.world.rank])
             names = tuple(feature.name for feature in self.group.features)
             draw = GradientRounding(seed, batch.step, names, first, x.ids.lengths)
         share = batch.local_share
-        return GradientDist(self.routing, self.world, self.group.unpooled_indices, x, wires, draw, gradients, share)
+        return GradientDist(self.routing, self.world, self.group.unpooled_indices, x, formats, draw, gradients, share)
 
     def _gradient_formats(self, x: InputDist) -> MessageFormats:
         half = HalfRange(gradient_exponent(x.num_samples), self._num_clamped)
         return self._make_formats(self.comm.codec("backward"), half)
 
     def finish_gradient_dist(self, x: InputDist, owned: OwnedIds, sent: GradientDist) -> GradientSegment:
-        wire = self._gradient_formats(x).direct
-        direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent, wire)
+        message_format = self._gradient_formats(x).direct
+        direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent, message_format)
         unpooled = tuple(range(self.routing.host_reduced[self.world.rank].stop, len(self.routes)))
         counts = tuple(x.ids_per_route.served[r] for r in range(self.world.size))
         return GradientSegment(owned, x.batch_size_per_rank, counts, (direct, host_reduced, *rows), unpooled)

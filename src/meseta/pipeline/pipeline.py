@@ -277,8 +277,8 @@ class Pipeline:
             and coming.batch is not None
             and coming.deferred_error is None
         ):
-            answers = [self.model.embeddings.wait_for_embeddings(part.context)[0] for part in coming.micro_batches]
-            self.prefetched_embeddings = PrefetchedEmbeddings.gather(self.world, coming.batch, torch.cat(answers))
+            embeddings = [self.model.embeddings.wait_for_embeddings(part.context)[0] for part in coming.micro_batches]
+            self.prefetched_embeddings = PrefetchedEmbeddings.gather(self.world, coming.batch, torch.cat(embeddings))
         return self.prefetched_embeddings
 
     @property
@@ -335,13 +335,13 @@ class Pipeline:
             place += on_device.batch_size
         coming.pending_copies.clear()
 
-    def _use_prefetched_embeddings(self, carried: PrefetchedEmbeddings, coming: QueuedBatch) -> None:
+    def _use_prefetched_embeddings(self, prefetched: PrefetchedEmbeddings, coming: QueuedBatch) -> None:
         for part in coming.micro_batches:
             self._input_dist(part)
         assert coming.batch is not None
-        answers = carried.local_slice(self.world, coming.batch)
+        embeddings = prefetched.local_slice(self.world, coming.batch)
         for part in coming.micro_batches:
-            part.context.embeddings = [answers[part.context.slice_offset :][: part.device_batch.batch_size]]
+            part.context.embeddings = [embeddings[part.context.slice_offset :][: part.device_batch.batch_size]]
 
     def _fill_queue(self, batches: Iterator[Batch]) -> None:
         """Read batches ahead if ids, rows or copies are prefetched. All ranks stop at a batch that cannot be
@@ -406,11 +406,11 @@ class Pipeline:
         schedule: Callable[[], float | None],
         votes: Callable[[], Sequence[float]],
     ) -> StepResult:
-        carried, self.prefetched_embeddings = self.prefetched_embeddings, None
+        prefetched, self.prefetched_embeddings = self.prefetched_embeddings, None
         if not coming.micro_batches:
             self._start_input_dist(coming)
-            if carried is not None:
-                self._use_prefetched_embeddings(carried, coming)
+            if prefetched is not None:
+                self._use_prefetched_embeddings(prefetched, coming)
         if coming.deferred_error is not None:
             raise coming.deferred_error
         parts, logits, former_step = coming.micro_batches, list[Tensor](), self.model.embeddings.step

@@ -89,21 +89,21 @@ class DeviceClock:
         self._last_s = time.perf_counter()
         self._reference = self._last, self._last_s
 
-    def has_passed(self, mark: Any) -> bool:
+    def has_passed(self, event: Any) -> bool:
         """Whether the device has passed an event."""
-        return bool(mark.query())
+        return bool(event.query())
 
-    def to_seconds(self, mark: Any) -> float:
+    def to_seconds(self, event: Any) -> float:
         """Return the time of an event in the step's stream. Call it in the order of the events."""
         # Differences between events are float32, which is precise for few seconds only. Add up short differences.
-        self._last_s += 1e-3 * self._last.elapsed_time(mark)
-        self._last = mark
+        self._last_s += 1e-3 * self._last.elapsed_time(event)
+        self._last = event
         return self._last_s
 
-    def to_seconds_any_stream(self, mark: Any) -> float:
+    def to_seconds_any_stream(self, event: Any) -> float:
         """Return the time of an event in any stream, in any order. The last alignment must be recent."""
-        event, at_s = self._reference
-        return at_s + 1e-3 * float(event.elapsed_time(mark))
+        reference, at_s = self._reference
+        return at_s + 1e-3 * float(reference.elapsed_time(event))
 
 
 class _MarkedSpan:

@@ -23,13 +23,13 @@ class TrainProgress:
             TextColumn("train"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._is_live,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, figures="")
+        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, metrics="")
 
     def __enter__(self) -> TrainProgress:
         if self._is_live:
@@ -52,13 +52,13 @@ class TrainProgress:
             return
         if isinstance(line, TrainLine):
             left_s = (self._num_steps - line.step) * (line.seconds_per_step or 0.0)
-            figures = f"{line.samples_per_s:,.0f} samples/s  {_format_metrics(line)}"
-            self._bar.update(self._task, figures=figures)
+            metrics = f"{line.samples_per_s:,.0f} samples/s  {_format_metrics(line)}"
+            self._bar.update(self._task, metrics=metrics)
             if not self._is_live:
-                self.print_line(f"step {line.step}/{self._num_steps}  {figures}  {left_s:.0f} s left")
+                self.print_line(f"step {line.step}/{self._num_steps}  {metrics}  {left_s:.0f} s left")
         else:
-            figures = _format_metrics(line) or "no metrics"  # Empty split.
-            self.print_line(f"{line.split} at step {line.step}: {figures}, {line.num_samples:,} samples")
+            metrics = _format_metrics(line) or "no metrics"  # Empty split.
+            self.print_line(f"{line.split} at step {line.step}: {metrics}, {line.num_samples:,} samples")
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""

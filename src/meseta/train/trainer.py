@@ -438,10 +438,16 @@ class Trainer:
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.running_metrics.get_tensors()}
         is_last = self.step == self.num_steps or self.early_stopping.should_stop
-        answers = self.pipeline.snapshot_prefetched()
-        carried = None if answers is None else answers.to_tensors()
+        prefetched = self.pipeline.snapshot_prefetched()
+        prefetched_tensors = None if prefetched is None else prefetched.to_tensors()
         self.checkpoint_manager.save(
-            self.step, embeddings, dense, state, self.early_stopping.best_step, is_last=is_last, prefetched=carried
+            self.step,
+            embeddings,
+            dense,
+            state,
+            self.early_stopping.best_step,
+            is_last=is_last,
+            prefetched=prefetched_tensors,
         )
 
     def _check_dataset_matches(self, path: Location | None) -> None:

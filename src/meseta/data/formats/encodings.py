@@ -44,7 +44,7 @@ def check_encoding(name: str) -> str:
 
 def detect_bom_encoding(head: bytes) -> str:
     """Return the encoding of the byte order mark at the beginning of `head`, or UTF-8."""
-    return next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), UTF_8)
+    return next((name for bom, name in _BYTE_ORDER_MARKS if head.startswith(bom)), UTF_8)
 
 
 def transcode_to_utf8(stream: ByteStream, encoding: str) -> ByteStream:

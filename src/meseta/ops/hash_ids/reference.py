@@ -39,8 +39,8 @@ def multiply_high(words: Tensor, size: int) -> Tensor:
     """Return the upper 64 bits of word * size for unsigned words and 0 <= size < 2^63."""
     a, b, c, d = _logical_shift_right(words, 32), words & _LOW_MASK, size >> 32, size & _LOW_MASK
     middle = a * d  # Less than 2^64, so read the int64 as unsigned.
-    carry = _logical_shift_right(b * d, 32) + (middle & _LOW_MASK) + (b * c & _LOW_MASK)
-    return a * c + _logical_shift_right(middle, 32) + _logical_shift_right(b * c, 32) + (carry >> 32)
+    middle_sum = _logical_shift_right(b * d, 32) + (middle & _LOW_MASK) + (b * c & _LOW_MASK)
+    return a * c + _logical_shift_right(middle, 32) + _logical_shift_right(b * c, 32) + (middle_sum >> 32)
 
 
 def _to_int64(word: int) -> int:

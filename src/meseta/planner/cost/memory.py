@@ -272,15 +272,15 @@ def received_bytes(
     # Forwarded data is counted for each shard separately.
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
-    answers = shard_transfer_bytes(transfers, ["answers"], load, cut, num_ranks)
+    outputs = shard_transfer_bytes(transfers, ["answers"], load, cut, num_ranks)
     relayed = [*FORWARDED_TRANSFERS, "whole bags"] if any(one.name in FORWARDED_TRANSFERS for one in transfers) else []
     for part in (part for one in transfers if one.name in ("answers", *relayed) for part in one.parts):
         if not part.codec.is_lossless:
-            answers = answers + load.element_bytes * count_items(part.unit, load, cut, num_ranks)
+            outputs = outputs + load.element_bytes * count_items(part.unit, load, cut, num_ranks)
     if relayed:
         ids = ids + shard_transfer_bytes(transfers, FORWARDED_TRANSFERS, load, cut, num_ranks)
-        answers = answers + shard_transfer_bytes(transfers, ["whole bags"], load, cut, num_ranks)
-    return ids, answers
+        outputs = outputs + shard_transfer_bytes(transfers, ["whole bags"], load, cut, num_ranks)
+    return ids, outputs
 
 
 class _OneShardPerHost:
@@ -378,7 +378,7 @@ def _exchange_buffer_bytes(batch: PlanLoads) -> tuple[Floats, Floats]:
     """Return the peak bytes of exchange buffers on each rank [R] without bags, as (forward pass, backward pass)."""
     placement, sharded, replicated = batch.placement, batch.sharded, batch.replicated
     ranks = placement.num_ranks
-    received, answered = received_bytes(batch.transfers, sharded, placement, ranks)
+    received, output_bytes = received_bytes(batch.transfers, sharded, placement, ranks)
     # Ids of this rank's samples, as read and sorted by owner. Ids and offsets of owned rows, as received and sorted.
     ids = id_bytes_per_sample(batch.workload_loads) * batch.workload_loads.workload.batch_size / ranks + np.zeros(ranks)
     sorting = placement.sum_by_rank(SORT_BYTES_PER_ID * sharded.num_ids)
@@ -386,8 +386,8 @@ def _exchange_buffer_bytes(batch: PlanLoads) -> tuple[Floats, Floats]:
         return ids, ids + sorting
     sent = received.sum() / ranks
     ids = ids + sent + placement.sum_by_rank(2 * received + 8 * sharded.num_lengths)
-    answers = placement.sum_by_rank(answered) + answered.sum() / ranks
-    return ids + answers, ids + answers + sorting + SORT_BYTES_PER_ID * replicated.num_ids.sum() / ranks
+    outputs = placement.sum_by_rank(output_bytes) + output_bytes.sum() / ranks
+    return ids + outputs, ids + outputs + sorting + SORT_BYTES_PER_ID * replicated.num_ids.sum() / ranks
 
 
 def fixed_bytes(loads: WorkloadLoads, ranks: int, run: RunBytes) -> tuple[int, int]:

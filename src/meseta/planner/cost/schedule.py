@@ -301,10 +301,10 @@ class Schedule:
         """Transfers that overtake each all-reduce. Each transfer that a rank waits for immediately has an empty
         tuple."""
         pairs = zip(self.actions, (*self.actions[1:], self.actions[0]), strict=True)
-        at_once = {
+        awaited = {
             op.end_event for op, following in pairs if (following.kind, following.end_event) == ("wait", op.end_event)
         }
-        overtaking: dict[ScheduleEvent, tuple[Action, ...]] = dict.fromkeys(at_once, ())
+        overtaking: dict[ScheduleEvent, tuple[Action, ...]] = dict.fromkeys(awaited, ())
         for index, op in enumerate(self.actions):
             if op.kind == "begin" and op.name in ALL_REDUCES:
                 order = [*self.actions[index + 1 :], *self.actions[:index]]
@@ -314,7 +314,7 @@ class Schedule:
                 overtaking[op.end_event] = tuple(
                     one
                     for one in order[:stop]
-                    if one.kind == "begin" and one.end_event in at_once and one.name not in ALL_REDUCES
+                    if one.kind == "begin" and one.end_event in awaited and one.name not in ALL_REDUCES
                 )
         return overtaking
 
