@@ -120,7 +120,8 @@ def test_a_training_under_attack(tier: Tier, tiny: Path, tmp_path: Path, is_nobo
     while command.process.exitcode is None or seed < 4:  # what is called after its end, nobody answers
         outcome = outcome_of(attack_of(tier, num=250, seed=seed, is_nobody=is_nobody, **urls))
         # A call that is open when the server ends is cancelled.
-        assert set(outcome.errors) <= UNAUTHENTICATED | {"FlightUnavailableError", "FlightCancelledError"}, outcome.errors
+        allowed = {*UNAUTHENTICATED, "FlightUnavailableError", "FlightCancelledError"}
+        assert set(outcome.errors) <= allowed, outcome.errors
         assert seed or outcome.errors["FlightUnauthenticatedError"]
         seed += 1
     command.succeed()
