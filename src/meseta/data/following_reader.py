@@ -169,7 +169,6 @@ class FollowingReader:
         self._part = name
 
     def _rescale(self, batch: Batch, dataset: Dataset) -> Batch:
-        """Rescale the dense columns to the means and standard deviations of the first part."""
         assert self._first_schema is not None
         moments = [[feature.mean, feature.std] for feature in dataset.dense]
         first = [column[1:] for column in self._first_schema["dense"]]
@@ -184,8 +183,7 @@ class FollowingReader:
 
 
 def _part_schema(dataset: Dataset) -> dict[str, Any]:
-    """Return the properties that all parts must share, and the means and deviations of dense columns, in the types of
-    JSON."""
+    """Return the JSON data that all parts must share, with the means and deviations of dense columns."""
     return {
         "labels": list(dataset.labels),
         "weight": dataset.weight,

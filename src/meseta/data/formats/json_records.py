@@ -8,8 +8,9 @@ from typing import Any
 
 from meseta.spec import MesetaError
 
+# A decoded row takes up to 30 times as much memory.
 MAX_ROW_BYTES = 1 << 20
-"""Maximum size of one row. A decoded row takes up to 30 times as much memory."""
+"""Maximum size of one row."""
 _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 

@@ -107,7 +107,6 @@ def read_batches(
 
 
 def _sample_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches from equally spaced row groups."""
     with wrap_source_errors(source.path), open_parquet(source.path) as file:
         present = {*file.schema_arrow.names}
         names = [name for name in columns if name in present]

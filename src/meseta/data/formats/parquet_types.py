@@ -182,7 +182,6 @@ def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a decimal type with all digits of both types."""
     digits = [(kind.precision, kind.scale) if pa.types.is_decimal(kind) else (20, 0) for kind in (one, other)]
     scale = max(scale for _, scale in digits)
     precision = max(precision - scale for precision, scale in digits) + scale

@@ -111,7 +111,6 @@ def _scan(
 
 
 def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_BlockScan]:
-    """Scan a block as a whole, or each range of rows between bad ones."""
     scan_rows = partial(_scan_rows, has_fields=has_fields)
     return parse_good_rows(block, scan_rows).results if skip_bad else [scan_rows(block)]
 

@@ -142,7 +142,6 @@ def _label(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.fl
 
 
 def _to_float64(numbers: pa.Array) -> NDArray[np.float64]:
-    """Return numbers with missing values as NaN."""
     return numbers.to_numpy(zero_copy_only=False)
 
 

@@ -95,7 +95,6 @@ class RecipeRows:
     def _select_rows(
         self, numbers: Sequence[int], check: CancellationCheck, work: RowMakerTimes | None = None
     ) -> Iterator[tuple[pa.Table, ExcludedRows]]:
-        """Yield (selected rows, number of excluded rows) of each row group."""
         for number, table in zip(numbers, self._maker.make_groups(self._split, numbers, work), strict=True):
             check()
             if not self._selection.columns:

@@ -30,7 +30,7 @@ class RowMakerTimes:
     """Measured times of the threads that compute rows. The threads share one instance."""
 
     range_times: list[tuple[float, float]] = field(default_factory=list)
-    """Pairs (seconds spent waiting for the file, seconds spent computing rows), one per range of rows."""
+    """Pairs (seconds of waiting for the file, seconds of computing rows), one per range of rows."""
 
     @property
     def read_share(self) -> float:
@@ -54,7 +54,6 @@ class RowMaker:
         skips_bad_rows: bool,
         num_threads: int | None = None,
     ) -> None:
-        """Create a producer. `num_threads` of `None` means the number of cores available to this process."""
         self._sources, self._index = sources, index
         self._encoder, self._finalizer = encoder, finisher
         self._skips_bad_rows = skips_bad_rows

@@ -57,7 +57,7 @@ def find_layout(
 
 
 def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout) -> RawLayout:
-    """Return `layout` with the columns from folders that it uses, and with the unused ones as ignored columns.
+    """Return `layout` with the columns from folders that it uses, and the others as ignored columns.
 
     Raises MesetaError if a column from a folder should be multi-valued.
     """
@@ -66,8 +66,8 @@ def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout
     for column in layout.sparse:
         if column.multi_valued and column.raw_column in keys:
             raise MesetaError(
-                f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and not a "
-                "list"
+                f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and "
+                "not a list"
             )
     left_out = [key for key in keys if key not in used and key not in ignored]
     in_all = {key for key in keys if all(key in source.partition for source in sources)}

@@ -46,7 +46,6 @@ class Schema(BaseModel):
     time: str | None = None
     """Column of times: ISO 8601, or seconds, milli-, micro- or nanoseconds since 1970, distinguished by their size."""
     dense: list[str] = []
-    """Columns with numbers."""
     signed: list[str] = []
     """Columns under `dense` that keep negative values. Negative values of other columns count as 0."""
     categorical: list[str] = []
@@ -342,13 +341,13 @@ def _format_scalar(name: str) -> str:
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
-def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Check that each column in `wanted` occurs exactly once in `known`. Messages start with `where`.
+def check_names(where: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Check that each column in `names` occurs exactly once in `known`. Messages start with `where`.
 
     Raises UnknownColumnError if a column is missing, and MesetaError if it occurs twice.
     """
     times = Counter(known)
-    for name in wanted:
+    for name in names:
         if name not in times:
             raise UnknownColumnError(where, name, known)
         if times[name] > 1:

@@ -206,7 +206,6 @@ class Tally:
 
 
 def _metrics(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> dict[str, float | None]:
-    """Return AUC, log loss and NE from counts per bin."""
     # Ties count half in AUC. NE is the log loss over the entropy of the base rate.
     num_negatives, num_positives = float(negatives.sum()), float(positives.sum())
     num_rows = num_negatives + num_positives

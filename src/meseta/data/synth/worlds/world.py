@@ -18,7 +18,6 @@ class PlantedProduct:
     features: tuple[int, ...]
     """Distinct sparse features. Feature f is column cat_f of a prepared dataset."""
     sign: int
-    """Sign of the term, +1 or -1."""
 
 
 class SynthWorld(ABC):
