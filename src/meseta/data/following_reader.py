@@ -55,18 +55,10 @@ class FollowingReader:
     ) -> None:
         """Create a reader of the parts in `folder`.
 
-        Args:
-            folder: Folder to which parts are added.
-            options: Options of the reader of each part.
-            split: Split to read.
-            rank: Rank whose slices are returned.
-            num_ranks: Number of ranks.
-            broadcast: Returns rank 0's argument on all ranks, such as `lambda x: world.all_gather_object(x)[0]`.
-                Ranks must notice a part at the same time. The thread that requests batches calls it between parts.
-            poll_interval_s: Seconds between two checks for a new part.
+        `broadcast` returns rank 0's argument on all ranks, such as `lambda x: world.all_gather_object(x)[0]`, because
+        ranks must notice a part at the same time. The thread that requests batches calls it between parts.
 
-        Raises:
-            MesetaError: `folder` is not a directory.
+        Raises MesetaError if `folder` is not a directory.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():

@@ -289,8 +289,8 @@ class _RestartableStream(io.RawIOBase):
 def restartable_stream(start: Callable[[], Callable[[int], bytes]]) -> ByteStream:
     """Return a seekable stream over content that can only be read forward. Seeking back starts again.
 
-    `start` begins at the first byte and returns a function that reads up to `size` bytes. At the end of the content,
-    the function returns no bytes.
+    `start` begins at the first byte and returns a function that reads up to `size` bytes, and no bytes at the end of
+    the content.
     """
     return io.BufferedReader(_RestartableStream(start), _CHUNK_BYTES)
 

@@ -77,16 +77,10 @@ def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *
 def read_texts(
     raw: bytes, header: Sequence[str], names: Sequence[str], *, delimiter: str = "\t", is_quoted: bool = False
 ) -> list[pa.Array]:
-    """Return the fields of some columns as text, one string array [n] per column.
+    """Return the fields of the columns `names` as text, one string array [n] per column.
 
-    The rows must have been parsed before. Bytes that are not UTF-8 become question marks.
-
-    Args:
-        raw: Lines, or records of CSV.
-        header: Names of all columns.
-        names: Columns to return.
-        delimiter: Separator of fields.
-        is_quoted: Whether quotes have a meaning, as in CSV.
+    `raw` has lines, or records of CSV, that were parsed before. `header` has the names of all columns. `is_quoted`
+    means that quotes have a meaning, as in CSV. Bytes that are not UTF-8 become question marks.
     """
     # The first of several columns with the same name counts.
     first = {name: place for place, name in reversed(list(enumerate(header)))}

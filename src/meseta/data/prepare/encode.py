@@ -54,12 +54,9 @@ class Encoder:
     ) -> None:
         """Create an encoder.
 
-        Args:
-            layout: Layout of the raw files.
-            splitter: Assigns rows to splits.
-            hash_seeds: Seed of the hash function of each sparse feature.
-            hash_rows: Number of table rows of each hashed feature. Other features have vocabularies.
-            keep_unlabeled: Whether rows without any of several labels are kept, for prediction.
+        `hash_seeds` has a seed for each sparse feature, and `hash_rows` the number of table rows of each hashed
+        feature. Other features have vocabularies. With `keep_unlabeled`, rows without any of several labels are kept,
+        for prediction.
         """
         self.layout = layout
         self.hash_rows = hash_rows

@@ -33,8 +33,8 @@ def find_sources(
         patterns: Files, folders, URLs or patterns.
         split_files: Patterns of the files that form a whole split. These files come last in the result.
         split_rest: Whether each row of the other files gets its own split. Otherwise they are training rows.
-        delimiter: Delimiter of CSV. If it is set, all text is parsed as CSV.
-        header: Column names of CSV without a header line. If it is set, all text is parsed as CSV.
+        delimiter: Delimiter of CSV. If set, all text is parsed as CSV.
+        header: Column names of CSV without a header line. If set, all text is parsed as CSV.
         encoding: Encoding of text. `None` means that of the byte order mark, or UTF-8.
 
     Raises:

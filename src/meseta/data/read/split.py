@@ -63,7 +63,8 @@ def open_split_rows(
         dataset: The dataset.
         split: Name of the split.
         selection: Rule that selects rows.
-        group_row_counts: Number of selected rows of each row group, if they were counted before.
+        group_row_counts: Number of selected rows of each row group, if they were counted before. Groups
+            without selected rows are left out.
         shuffle: Whether groups will be read in any order.
         check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
 

@@ -80,14 +80,11 @@ class RowMaker:
         return self._index.group_rows(split)
 
     def make_groups(self, split: str, groups: Sequence[int], work: RowMakerTimes | None = None) -> Iterator[pa.Table]:
-        """Compute row groups of a split, and yield one table per group with the columns of the dataset's files.
+        """Compute row groups of a split by index, and yield one table per group with the columns of the dataset's
+        files.
 
-        Raises MesetaError if a raw file is damaged or was changed since the recipe was made.
-
-        Args:
-            split: Split to read.
-            groups: Indices of the row groups.
-            work: Object that collects the times of each range of rows.
+        `work` collects the times of each range of rows. Raises MesetaError if a raw file is damaged or was changed
+        since the recipe was made.
         """
         work = work or RowMakerTimes()
         sizes = self._index.group_rows(split)

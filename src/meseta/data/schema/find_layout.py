@@ -24,22 +24,16 @@ def find_layout(
     *,
     skip_bad: bool = False,
 ) -> RawLayout:
-    """Return the common layout of all sources.
+    """Return the common layout of all sources, which have the same format.
 
     The roles of columns come from `schema`, or else from `named`. Other roles are inferred: those of CSV, JSON and
     Parquet from names, types and a sample of rows, those of libsvm and libffm from all rows. Criteo TSV has a fixed
     layout.
 
-    Args:
-        sources: Files to read. All have the same format.
-        named: Roles from the options.
-        schema: Roles from a schema file.
-        on_scan: Progress callback for scans over all rows.
-        skip_bad: Whether such a scan skips rows that cannot be parsed.
+    `on_scan` receives the progress of scans over all rows. With `skip_bad`, scans skip rows that cannot be parsed.
 
-    Raises:
-        MesetaError: A file has other columns, a column is missing or has a wrong type, a name cannot be the name of a
-            table, or the columns are too many for one dataset.
+    Raises MesetaError if a file has other columns, a column is missing or has a wrong type, a name cannot be the name
+    of a table, or the columns are too many for one dataset.
     """
     asked = ColumnRequest(named_columns=named or NamedColumns(), schema=schema, skip_bad_rows=skip_bad)
     if on_scan is not None:

@@ -234,14 +234,8 @@ def _invalid_crosses_reason(schema: Schema) -> str | None:
 def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
     """Return the layout that a schema describes for files with the columns `names`.
 
-    Args:
-        where: Prefix of error messages.
-        schema: Schema to apply.
-        plain: Features of the columns under `categorical`.
-        names: Columns of the files.
-
-    Raises:
-        MesetaError: A column is missing or occurs twice, or `resolve_labels` fails.
+    `plain` has the features of the columns under `categorical`. Raises MesetaError if a column is missing or occurs
+    twice, or if `resolve_labels` fails. The message starts with `where`.
     """
     check_names(where, schema.columns, names)
     labels, rules = resolve_labels(where, schema.label_names, names)

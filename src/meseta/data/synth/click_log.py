@@ -199,15 +199,11 @@ class SynthOptions:
 def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Write the log and then teacher.json, which marks it as complete. Return the content of teacher.json.
 
-    Each file appears under its name when it is complete. An interrupted run leaves no partial files.
+    Each file appears under its name when it is complete. An interrupted run leaves no partial files. `on_rows` receives
+    the number of rows of each part written.
 
-    Args:
-        options: Log and files to write.
-        on_rows: Callback that receives the number of rows of each part written.
-
-    Raises:
-        MesetaError: The directory is not empty and `force` is not set, or writing fails. Then no file of the log
-            remains.
+    Raises MesetaError if the directory is not empty and `force` is not set, or if writing fails. Then no file of the
+    log remains.
     """
     out = options.out
     try:
