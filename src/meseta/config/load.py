@@ -127,7 +127,6 @@ def _explain_all(error: ValidationError, form: type[BaseModel], document: Any) -
 
 
 def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> str:
-    """Describe a pydantic error of a document for section `form` in one sentence."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":

@@ -13,7 +13,8 @@ from meseta.spec.tiers import HBM
 
 MAX_RANKS = 1 << 16
 COLUMN_BLOCK = 16
-"""Column shards start at multiples of this number of columns. Row statistics are accumulated in blocks of this size."""
+"""Number of columns in a block. Column shards start at multiples of it, and row statistics are accumulated per
+block."""
 
 
 class ShardingType(enum.StrEnum):
@@ -38,7 +39,6 @@ class ShardingType(enum.StrEnum):
 
 
 HOST_REDUCED_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
-"""Sharding types whose partial bags are summed inside a host."""
 SINGLE_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
 """Sharding types that place all shards of a table on one host."""
 
