@@ -90,7 +90,6 @@ class WeightedReduceScatter:
         passes: BackwardContext,
         make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
-        """Create the reduction for one unit with the sharded `parameters`."""
         self._parameters, self._world, self._backward_context, self._make_codec = parameters, world, passes, make_coding
         self._pending_inter_host: PendingCollective | None = None
 

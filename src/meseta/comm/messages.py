@@ -74,7 +74,7 @@ class Announcement(NamedTuple):
         return self._replace(num_sent=self.num_expected, num_expected=self.num_sent)
 
     def tag(self) -> int:
-        """Return the tag of the message that this rank sends. It is a hash of all fields except `num_expected`."""
+        """Return the tag of this rank's message, a hash of all fields except `num_expected`."""
         return max(crc32(b"%d %d %d %d %d" % self[:5]) & 0x7FFFFFFF, ANNOUNCEMENT_TAG + 1)
 
     def describe(self) -> str:
@@ -102,7 +102,6 @@ class PendingExchange:
 
     rank: int
     peers: Sequence[Peer]
-    """Peers to which this exchange was announced."""
     sent_announcements: Sequence[Announcement]
     tables: Sequence[str]
     received_announcements: Tensor

@@ -32,7 +32,6 @@ from meseta.telemetry.rank_record import (
 STACKS_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Signal that makes a rank write its Python stacks to its record. It leaves signals that users know unused."""
 NULL_RECORDING: AbstractContextManager[None] = nullcontext()
-"""Context manager for transfers of a process without a record."""
 
 
 def start_record(folder: Path | None = None) -> None:
@@ -95,7 +94,8 @@ _lane_numbers = count(1)
 
 
 def _get_lane(group: Any, name: str) -> tuple[int, str]:
-    """Return (number, name) of a lane. The default group's lane of rows is number 0."""
+    """Return (number, name) of a lane."""
+    # The default group's lane of rows is number 0.
     if group is None or group is dist.group.WORLD:
         if name == "rows":
             return 0, name

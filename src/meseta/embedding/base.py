@@ -127,7 +127,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
 
     @abstractmethod
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
-        """Prepare operators for the rows of each shard. Called if a lease returned other tensors than before."""
+        """Prepare operators for the rows of each shard, after a lease returned other tensors than before."""
 
     def _acquire_lease(
         self, flight: BatchContext[GroupStateT], looked_up: Sequence[tuple[int, Tensor]] = ()
@@ -154,7 +154,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self.has_offloaded_rows = bool(tiers.intersection(OFFLOADED_TIERS))
         """Whether any rank has offloaded shards, whose rows are acquired for one batch at a time."""
         self.lookahead = storage.resolve_lookahead(tiers)
-        """Number of batches whose rows are prefetched."""
 
     def prefetch(self, flight: BatchContext[GroupStateT]) -> bool:
         """Start to fetch the offloaded rows of a batch after its `input_dist`, while other batches are trained.

@@ -28,7 +28,6 @@ class PendingCounts:
     batch_tag: int
     """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
-    """Valid ids of all features of the group."""
     buckets: Buckets | None
     """Ids of row-sharded features, sorted by row range."""
     local_counts: Int[Tensor, " n"]
@@ -92,7 +91,7 @@ class InputDist:
     """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
     replicated_ids: KeyedJaggedTensor | None
-    """Ids of replicated rows, by feature, or `None` if no table is replicated."""
+    """Ids of replicated rows, by feature. `None` if no table is replicated."""
     bucketize_permute: dict[int, Int[Tensor, " nnz"]]
     """Original position of each sorted id within the ids of its feature, for unpooled row-sharded features."""
     distinct_rows: DistinctRows | None
@@ -106,7 +105,6 @@ class InputDist:
     """Number of rows that unpooled routes return. It differs from the number of ids if each distinct row is requested
     once."""
     range_counts: list[list[int]]
-    """Number of ids of this rank by feature and row range."""
     pending_ids: PendingCollective
     pending_weights: PendingCollective | None
     second_hop: tuple[PendingCollective, PendingCollective | None] | None = None
@@ -122,7 +120,6 @@ class InputDist:
         return sum(self.batch_size_per_rank)
 
     def wait(self) -> None:
-        """Block until lengths, ids and weights have arrived."""
         payload, weights = self.last_hop
         payload.wait()
         if weights is not None:
@@ -237,12 +234,8 @@ def unpack_ids(
 ) -> OwnedIds:
     """Unpack received ids into one list per route, ordered by global sample.
 
-    Args:
-        x: State of the batch.
-        num_routes: Number of routes that this rank serves.
-        arrival: Ranks in the order of their data in `payload` and `weights`.
-        payload: Lengths and then ids of each rank.
-        weights: Weights of each rank, or `None`.
+    `arrival` has the ranks in the order of their data in `payload` (lengths and then ids) and `weights`, and
+    `num_routes` counts the routes that this rank serves.
     """
     k, counts = num_routes, [x.ids_per_route.served[r] for r in arrival]
     places = [arrival.index(rank) for rank in range(len(x.batch_size_per_rank))]

@@ -98,7 +98,6 @@ class ReplicatedRows:
         return self.world.start_all_reduce(self._pad(sums), "replicas", coding)
 
     def _add_penalties(self, sums: ReplicaGradients, bags: Bags) -> None:
-        """Add the gradients of penalties for the lookups of this rank."""
         penalised = [shard.spec.optimizer.stepped_rows == "looked_up" for shard in self._trained_shards]
         if not any(penalised) or not bags.num_samples:
             return
@@ -134,7 +133,7 @@ class ReplicatedRows:
         return torch.cat(numbers)
 
     def _pad(self, sums: ReplicaGradients) -> Tensor:
-        """Copy the gradients to a buffer whose rows have whole blocks, if necessary, and return it."""
+        """Return the gradients in a buffer whose rows have whole blocks, a copy if necessary."""
         whole = self._padded_gradients
         if self._padded_buffer is not sums.buffer:
             for gradient, blocks in zip(sums.gradients, whole, strict=True):
@@ -144,7 +143,6 @@ class ReplicatedRows:
         return self._padded_buffer
 
     def _unpad(self, received: Tensor, sums: ReplicaGradients) -> None:
-        """Copy received gradients without padding to `sums`."""
         if received is sums.buffer:
             return
         for gradient, blocks in zip(sums.gradients, self._padded_gradients, strict=True):

@@ -67,21 +67,14 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
     ) -> None:
         """Allocate the shards of this rank for the tables of `source`.
 
-        Raises MesetaError if the plan does not fit the tables or `world`.
-
-        Args:
-            source: Collection with the tables and features.
-            plan: Placement of the tables, and exchange algorithms.
-            world: Ranks of the plan.
-            comm: Codecs of exchanges.
-            storage: Memory limits for offloaded rows.
+        `comm` has the codecs of exchanges, and `storage` the memory limits for offloaded rows. Raises MesetaError if
+        `plan` does not fit the tables or `world`.
         """
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
         comm = comm or Communication()
         comm.check_dtype(self.tables[0].dtype)
         self.comm = comm
-        """Codecs of exchanges."""
         if any(comm.codec(direction).name == "fp16" for direction in DIRECTIONS):
             self.num_clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
         if plan.num_ranks != world.size:
@@ -126,7 +119,7 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
     def _start_input_dist(
         self, flight: BatchContext[GroupState], kjt: KeyedJaggedTensor | ExhaustedInput | Exception
     ) -> None:
-        """Sort the ids by owner, and start the exchange of counts. Waits for a GPU only if ids are dropped."""
+        # Waits for a GPU only if ids are dropped.
         checked: Sequence[CheckedIds | MesetaError]
         try:
             if isinstance(kjt, Exception):
@@ -151,7 +144,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         )
 
     def _check_supported(self, kjt: KeyedJaggedTensor) -> None:
-        """Raise MesetaError if a batch is too large, or needs gradients that are not computed here."""
         if kjt.values.numel() > MAX_INT32:
             raise MesetaError(
                 f"the batch must have at most {MAX_INT32} ids per rank, got {kjt.values.numel()}; use a smaller batch"
@@ -164,12 +156,10 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @property
     def local_share(self) -> float:
-        """Share of this rank in the samples of the active batch, see `batch_slice`."""
         batch_slice = self.batch_slice
         return 1.0 / self.world.size if batch_slice is None else batch_slice.local_share
 
     def input_dist(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Wait for the counts, raise errors on all ranks, and start to exchange lengths and ids."""
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
             for state in flight.group_states:
@@ -191,7 +181,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         super().drop(flight)
 
     def lookup(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Look up the rows that this rank owns, and start to send them to the requesting ranks."""
         flight.enter_stage("looked up", after="exchanged")
         with flight.drop_on_error():
             exchanged = flight.group_states[0].input_dist
@@ -220,7 +209,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             self._acquire_rows(flight)
 
     def _acquire_rows(self, flight: BatchContext[GroupState]) -> None:
-        """Acquire offloaded rows and replace ids by slots, unless this was done before."""
         if flight.lease is not None:
             return
         looked_up = []
@@ -259,7 +247,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
                     state.lookup.start_second_hop(state.input_dist, state.output_dist)
 
     def _assemble_embeddings(self, flight: BatchContext[GroupState]) -> Sequence[Tensor]:
-        """Return the embeddings of this rank's samples from the data of all owners."""
         each = [
             state.lookup.output_dist(state.input_dist, state.output_dist)
             for state in flight.group_states
@@ -305,7 +292,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         replicated: PendingCollective | None,
         take: Callable[[], list[GradientSegment]],
     ) -> None:
-        """Update each shard once with the gradients of all micro-batches."""
         received = [*(get_segments() for get_segments in self._accumulated_segments), take()]
         flight.pre_update_hook()
         with flight.stage_timer("table_update"):
@@ -329,7 +315,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             ]
 
     def _replica_segments(self, states: Sequence[GroupState], scale: float = 1.0) -> list[GradientSegment]:
-        """Return the gradients of replicated rows times `scale`, for each group that has such rows."""
         segments = []
         for state in states:
             scaled = state.gradients if scale == 1.0 else [gradient * scale for gradient in state.gradients]
@@ -399,7 +384,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         )
 
     def _update_staged(self, flight: BatchContext[GroupState], owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
-        """Update column shards. Ranks exchange row statistics between the stages."""
         if not self.num_stat_exchanges:
             return
         assert flight.lease is not None

@@ -24,7 +24,6 @@ class FusedShards:
     """Shards with the same row optimizer that one operator call updates."""
 
     spec: TableSpec
-    """Spec of one of the tables. All of them have the same optimizer."""
     group: UpdateGroup
 
 
@@ -168,7 +167,6 @@ class RowGradient:
     """Gradient of the touched rows of one shard."""
 
     rows: Int[Tensor, " U"]
-    """Touched rows in ascending order."""
     gradient: Float[Tensor, "U D"]
 
 

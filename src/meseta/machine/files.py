@@ -41,7 +41,6 @@ DEVICE_BLOCK_SIZES = (512, 1024, 2048, 4096)
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
 # Leaves space for a prefix and a suffix, also on file systems that encrypt names.
 _MAX_STEM_BYTES = 150
-"""Maximum length of a result of `to_file_name`."""
 _SPECIAL_FILE_KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),

@@ -315,7 +315,6 @@ _PERMANENT_ERRORS = (
     NotADirectoryError,
     ImportError,
 )
-"""OSErrors for which a request is not retried."""
 _PERMANENT_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
@@ -388,12 +387,10 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """Last component of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """Folder that contains this file or folder."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def check_installed(self) -> None:
@@ -401,7 +398,6 @@ class RemotePath:
         _checked_filesystem(self.url)
 
     def exists(self) -> bool:
-        """Whether the file or folder exists."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:

@@ -27,7 +27,7 @@ class TableRule:
     tiers: tuple[Tier, ...] | None = None
     """Allowed tiers, for example [hbm, cached]. `None` means `hbm`, or any other tier if `hbm` is too small."""
     dtypes: tuple[TableDtype, ...] | None = None
-    """Allowed types of stored rows. A plan keeps the type of a table, but reports the savings of other allowed types."""
+    """Allowed types of stored rows. A plan never changes the type, but reports the savings of other allowed types."""
     ranks: tuple[int, ...] | None = None
     """Ranks that may hold shards."""
 

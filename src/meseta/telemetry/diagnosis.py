@@ -22,7 +22,6 @@ from meseta.telemetry.formatting import format_duration
 from meseta.telemetry.rank_record import RankState, RecordedTransfer, Wait
 
 RankStates = Mapping[int, RankState]
-"""Record of each rank."""
 # Most diverged ranks raise an error themselves within milliseconds.
 DIVERGENCE_GRACE_S = 3.0
 """Seconds before a divergence is reported."""
@@ -40,7 +39,6 @@ class Diagnosis:
 
     kind: Literal["silent", "astray", "stuck"]
     ranks: tuple[int, ...]
-    """Ranks that cause the problem."""
     text: str
     """Description in one line, without a remedy."""
     sequence_number: int | None = None
@@ -277,7 +275,6 @@ def _lane_name(state: RankState, wait: Wait) -> str:
 
 
 def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
-    """Return the participants of the awaited transfer that have not started it."""
     transfer = awaited_transfer(states[rank], wait)
     peers = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
     return [r for r in peers if states[r].num_started(wait.lane) < wait.sequence_number]

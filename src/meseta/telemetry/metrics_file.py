@@ -21,7 +21,6 @@ METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 30
 """Maximum size of a file that is read."""
 _MAX_LISTED_LINES = 5
-"""Maximum number of line numbers in a message."""
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
@@ -180,7 +179,6 @@ class MetricsLine:
     is_complete: bool
     """Whether the line ends in a newline. A killed process may leave an incomplete last line."""
     is_corrupt: bool
-    """Whether the line cannot be parsed."""
     record: Line | None
     """Parsed line. `None` if it is corrupt, or of a kind that only another version knows."""
 
@@ -215,7 +213,6 @@ def format_line(line: Line) -> str:
 
 
 def _parse_line(line: bytes) -> Line | None:
-    """Parse a line. The result is `None` for an unknown kind."""
     document = parse_json(line, finite=False)
     kind = document["kind"]
     return _LINE_CLASSES[kind].model_validate(document) if kind in _LINE_CLASSES else None

@@ -56,10 +56,8 @@ class DeviceClock:
     ) -> None:
         """Create a clock that is not aligned yet.
 
-        Args:
-            new_event: Function that returns a new event, such as torch.cuda.Event(enable_timing=True).
-            current_stream: Function that returns the current stream. It is called once per step.
-            wait: Function that synchronizes with the device.
+        `new_event` returns a new event, such as torch.cuda.Event(enable_timing=True). `current_stream` returns the
+        current stream, and is called once per step. `wait` synchronizes with the device.
         """
         self._new_event, self._current_stream, self.wait = new_event, current_stream, wait
         self._stream: Any = None

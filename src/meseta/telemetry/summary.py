@@ -33,7 +33,6 @@ class SelectionRecord(Entry):
 
     split: str
     what: list[str]
-    """Descriptions of the decisions."""
 
 
 class TeacherSummary(Entry):
@@ -61,7 +60,7 @@ class PredictedStep(Entry):
 
 
 class OverlapSummary(Entry):
-    """Overlap of exchanges with computation. Names are those of meseta.spec.stages."""
+    """Overlap of exchanges with computation, by their names in meseta.spec.stages."""
 
     hidden: list[str] = Field(default=[])
     """Exchanges that overlap with computation."""
@@ -116,7 +115,6 @@ class RunSummary(Entry):
 
     @property
     def evaluated_splits(self) -> tuple[str, ...]:
-        """Splits with a final evaluation."""
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
 
 

@@ -72,7 +72,6 @@ class RankClock:
     """Clock of a rank, relative to that of rank 0."""
 
     host: str
-    """Host name of the rank."""
     offset_s: float
     """Seconds to add to the rank's time.perf_counter() to get the time of rank 0."""
     error_s: float
@@ -88,7 +87,6 @@ class Timeline:
     last: int
     """Last step, counted from 1 in the run."""
     ranks: tuple[RankClock, ...]
-    """Clock of each rank."""
     tracks: tuple[Track, ...] = field(repr=False)
 
     def select_tracks(self, rank: int, kind: Kind) -> list[Track]:
@@ -127,7 +125,6 @@ class StepRange(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the range."""
         return self.last - self.first + 1
 
     @staticmethod
@@ -147,13 +144,9 @@ def make_rank_tracks(
 ) -> list[Track]:
     """Return all tracks of one rank that have slices.
 
-    Args:
-        rank: Rank of the tracks.
-        spans: Result of `StageTimes.stop_recording`.
-        transfers: Result of `TransferTimes.stop_recording`.
-        offset_s: Seconds to add to all times.
-        first: Number of steps of the run before step 0 of `spans` and `transfers`.
-        copies: Result of `StageTimes.pop_recorded_copies`.
+    `spans`, `transfers` and `copies` are the results of `StageTimes.stop_recording`, `TransferTimes.stop_recording` and
+    `StageTimes.pop_recorded_copies`. `offset_s` is added to all times. `first` is the number of steps of the run before
+    their step 0.
     """
 
     def ns(seconds: float) -> int:

@@ -42,7 +42,6 @@ class TransferMeans:
     """Measurements of one transfer of a rank, per step or in total."""
 
     num_times: float
-    """Number of collectives."""
     inside_bytes: float
     """Bytes sent to ranks of the same host."""
     across_bytes: float
@@ -84,7 +83,6 @@ class TransferTimes:
             self.step = None
 
     def add(self, span: TransferSpan) -> None:
-        """Add a completed span."""
         self.recent_spans.append(span)
         if self._recording is not None:
             self._recording.append(span)
@@ -94,7 +92,6 @@ class TransferTimes:
             _add_to_sums(self._sums, span.name, one)
 
     def start_recording(self) -> None:
-        """Start to record spans."""
         self._recording = []
 
     def stop_recording(self) -> list[TransferSpan]:
