@@ -18,7 +18,6 @@ class BatchTotals:
     num_samples: int
     """Number of samples, including padding."""
     num_padding: int
-    """Number of padding samples."""
     weight: float
     """Sum of the sample weights."""
 

@@ -186,7 +186,6 @@ def start_exchange(
 
 
 _sequence_numbers: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
-"""Number of exchanges with each peer, by process group."""
 _retained: list[object] = []
 
 

@@ -174,7 +174,6 @@ class OrderedSum:
         return own_cut
 
     def _exchange_chunks(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Send each piece to its rank in `ranks`, and return the versions of this rank's piece."""
         local_piece = pieces[ranks.index(self.rank)]
         parts = [*self.scratch(len(ranks) * local_piece.numel(), local_piece).view(len(ranks), local_piece.numel())]
         parts[ranks.index(self.rank)] = local_piece

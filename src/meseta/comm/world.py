@@ -374,7 +374,6 @@ class World:
     def _start_replicated_span(
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCodec | None = None
     ) -> Callable[[float, float | None], None]:
-        """Start a span of a collective on data of equal size on all ranks, with the bytes that the planner predicts."""
         per_host, inter_host_bytes = self.ranks_per_host, float(tensor.nbytes)
         intra_host_factor, inter_host_factor = traffic_factors(way, self.size, per_host)
         if way == "sum":

@@ -82,7 +82,6 @@ def find_keys(name: str) -> list[ConfigKey]:
 
 
 def _is_in_section(key: ConfigKey, name: str) -> bool:
-    """Whether `name` is the key or one of its parent sections."""
     path, prefix = key.path.split("."), name.split(".")
     fits = all(one in (other, "<feature>") for one, other in zip(path, prefix, strict=False))
     return fits and (len(prefix) <= len(path) or key.kind == "section")
@@ -162,13 +161,11 @@ def make_key(section: type[Section], name: str, path: str) -> ConfigKey:
 
 
 def _choices(section: type[Section]) -> tuple[str, ...]:
-    """Return the allowed values of the section's `name`, or of its `kind` if it has no name."""
     fields = section.model_fields
     return get_args(fields["name" if "name" in fields else "kind"].annotation)
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
-    """Return the section class in a field's type, which may be optional or a mapping."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -177,7 +174,6 @@ def _find_section(annotation: Any) -> type[Section] | None:
 
 @cache
 def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
-    """Return the field docstrings of `section.keys_described_by` by field name."""
     source = section.keys_described_by
     if source is None:
         return {}

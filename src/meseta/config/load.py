@@ -162,7 +162,6 @@ def _is_clipping_key(key: str) -> bool:
 
 
 def _valid_keys(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
-    """Return the valid keys of the subsection at path `parents` below `section`."""
     is_free_name = False
     for name in parents:
         # Skip list indices, and keys of a mapping such as table names, which may be equal to the name of a field.

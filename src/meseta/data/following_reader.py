@@ -124,7 +124,6 @@ class FollowingReader:
             self._reader.set_state(state["reader"])
 
     def _open_next(self) -> bool:
-        """Open the next part and return whether there is one."""
         names = [path.parent.name for path in self.folder.glob(f"*/{DATASET_FILE}") if path.parent.suffix != ".tmp"]
         waiting = self._broadcast(sorted(set(names) - set(self._finished_parts)))
         if not waiting:

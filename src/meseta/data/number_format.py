@@ -113,6 +113,5 @@ def _is_strippable(sign: str) -> bool:
 
 
 def _looks_numeric(value: str) -> bool:
-    """Whether `value` consists of digits and of characters that occur in numbers."""
     rest = [sign for sign in value if not sign.isdigit()]
     return len(rest) < len(value) and all(sign in _NUMBER_CHARACTERS or _is_strippable(sign) for sign in rest)

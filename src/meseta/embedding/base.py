@@ -103,7 +103,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self._last_backward_accumulates = NO_BACKWARD, False
         """Task id of the last backward pass that reached the tables, and whether its gradients are accumulated."""
         self.accumulated_dense: list[Tensor] = []
-        """Dense gradients of earlier backward passes of the step."""
         self._accumulated_segments: list[Callable[[], Sequence[GradientSegment]]] = []
         """Functions that return the row gradients of a backward pass, one segment per group. They may wait."""
         self._has_warned_of_capacity = False
@@ -334,7 +333,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     def _set_batch_slice(
         self, flight: BatchContext[GroupStateT], world: World, sizes: tuple[int, ...], totals: Sequence[BatchTotals]
     ) -> None:
-        """Set the slice of a batch, given the batch size and the totals of each rank."""
         step = self.step if flight.step is None else flight.step
         first = sum(rank_totals.num_samples for rank_totals in totals[: world.rank]) + flight.slice_offset
         flight.batch_slice = BatchSlice(world=world, step=step, batch_size_per_rank=sizes, offset=first)

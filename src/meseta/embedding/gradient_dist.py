@@ -90,7 +90,6 @@ class GradientDist:
         return world.all_to_all(buffer, wire.message_sizes(send), wire.message_sizes(receive), "gradients", scope=scope)
 
     def _start_first_hop(self) -> Callable[[], InterHostGradients]:
-        """Start to send gradients to hosts. Returns a function that waits for the gradients of this host."""
         routing, x, wire = self.routing, self.input_dist, self.formats.inter_host
         batch_size, hosts = x.batch_size_per_rank[self.world.rank], range(len(routing.host_widths))
         messages = [routing.cross_host_message(host, batch_size, x.ids_per_route.requested) for host in hosts]

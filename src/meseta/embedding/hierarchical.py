@@ -63,7 +63,6 @@ class HierarchicalExchange:
         return NUM_HEADER_FIELDS + len(slots) + len(self.select_row_buckets(slots))
 
     def _second_hop_positions(self) -> list[int]:
-        """Return the positions in the counts of all peers of the values for each rank of this host."""
         positions = {slot: NUM_HEADER_FIELDS + index for index, slot in enumerate(self.host_buckets)}
         row_positions = {
             slot: NUM_HEADER_FIELDS + len(self.host_buckets) + i

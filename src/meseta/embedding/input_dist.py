@@ -98,7 +98,6 @@ class InputDist:
     """Distinct rows of unpooled features, if each row is requested once."""
     batch_size_per_rank: tuple[int, ...]
     totals_per_rank: tuple[BatchTotals, ...]
-    """Totals of each rank in the global batch."""
     exhausted_ranks: Mapping[int, ExhaustedInput]
     ids_per_route: RouteCounts
     rows_per_route: RouteCounts
@@ -133,7 +132,6 @@ class OwnedIds:
     bags: Bags
     """Ids of each route, ordered by (global sample, position)."""
     lengths: Int[Tensor, " routes_times_B"]
-    """Number of ids per route and global sample."""
     sizes: tuple[int, ...]
     rows: Int[Tensor, " nnz"] | None = None
     """Row of each id, if the ids are cache slots. `None` if the ids are rows."""

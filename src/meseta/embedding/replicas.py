@@ -133,7 +133,6 @@ class ReplicatedRows:
         return torch.cat(numbers)
 
     def _pad(self, sums: ReplicaGradients) -> Tensor:
-        """Return the gradients in a buffer whose rows have whole blocks, a copy if necessary."""
         whole = self._padded_gradients
         if self._padded_buffer is not sums.buffer:
             for gradient, blocks in zip(sums.gradients, whole, strict=True):
@@ -174,7 +173,6 @@ class ReplicatedRows:
             row_update(fused.group, lr(fused.spec), step, bags, gradients, found_inf)
 
     def _touched_rows(self, sums: ReplicaGradients) -> tuple[Bags, list[Tensor]]:
-        """Return the touched rows of each table as bags of one sample, and their gradients."""
         first_rows = list(accumulate((rank_counts.numel() for rank_counts in sums.rank_counts), initial=0))
         if self.selects_on_device:
             # Kernels skip ids of -1, so the host need not wait for the number of touched rows.

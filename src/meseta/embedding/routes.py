@@ -22,7 +22,6 @@ class Route:
     """Ids of one feature that are sent to one shard, and the rows that are returned."""
 
     feature: int
-    """Index of the feature in the group."""
     shard: Shard
     row_range: int
     """Index of the shard's row range within the table."""
@@ -89,7 +88,6 @@ class Routing:
     output_columns: dict[int, int]
     """First column of each pooled feature in the output of a lookup."""
     dims: tuple[int, ...]
-    """Number of columns of each feature's table."""
     ranks_per_host: int
     is_hierarchical: bool = False
     """Whether all data between hosts passes through the cross-host peer of the requesting rank."""

@@ -43,7 +43,6 @@ class GroupState:
     input_dist: InputDist = field(init=False)
     owned_ids: OwnedIds = field(init=False)
     output_dist: OutputDist | None = field(init=False, default=None)
-    """Embeddings in flight, or `None` if there are none."""
     gradients: Sequence[Tensor] = field(init=False)
     """Gradients of bags [B_local, sum of D], then of the rows of each unpooled feature, before they are sent."""
 
@@ -365,7 +364,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @cached_property
     def _gradient_layout(self) -> tuple[FeatureGradient, ...]:
-        """Position of the gradients of each route, ordered by feature as in one process."""
         places_by_feature: dict[int, list[FeatureGradient]] = {}
         position = matrix = 0
         for look in self.lookups:
@@ -376,7 +374,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @cached_property
     def _staged_shards(self) -> frozenset[int]:
-        """Column shards whose optimizers need sums over whole rows."""
         return frozenset(
             index
             for index, shard in enumerate(self.shards)

@@ -189,7 +189,6 @@ class ShardedLookup:
         )
 
     def _check_headers(self, x: PendingCounts, headers: Sequence[CountsHeader]) -> None:
-        """Raise MesetaError on all ranks if a rank has another batch, or ids were rejected."""
         diverged = [rank for rank, header in enumerate(headers) if header.batch_tag != headers[0].batch_tag]
         if diverged:
             raise MesetaError(
@@ -361,7 +360,6 @@ class ShardedLookup:
         ]
 
     def _check_distinct_counts(self, actual: Sequence[int], announced: Sequence[Sequence[int]]) -> None:
-        """Raise MesetaError if a rank announced another number of distinct rows than its ids have."""
         for place, (number, expected) in enumerate(
             zip(actual, (n for route_counts in announced for n in route_counts), strict=True)
         ):
@@ -387,7 +385,6 @@ class ShardedLookup:
         return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
 
     def _lookup_replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
-        """Look up the replicated rows [nnz_f, D] of an unpooled feature."""
         [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
         values = replicated[self.group.features[feature].name].values
         return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
@@ -403,7 +400,6 @@ class ShardedLookup:
         return [nothing] * len(self.routing.host_widths)
 
     def _assemble_unpooled(self, x: InputDist, feature: int, rows: RouteRows) -> Tensor:
-        """Return the rows [nnz_f, D] of an unpooled feature in the order of the batch."""
         ranges, is_distinct = [], x.distinct_rows is not None and feature in x.distinct_rows.rows
         for number, pieces in enumerate(self.routing.routes_by_range[feature]):
             if not pieces:
@@ -417,7 +413,6 @@ class ShardedLookup:
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
 
     def _lookup_replicated_range(self, x: InputDist, feature: int, number: int, is_distinct: bool) -> Tensor:
-        """Look up a replicated row range of an unpooled feature, for each id or for each distinct row."""
         assert x.replicated_ids is not None
         if x.distinct_rows is None or not is_distinct:
             return self._lookup_replicated_rows(x.replicated_ids, feature)

@@ -27,7 +27,6 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MAX_DOCUMENT_VALUES = 1_000_000
 """Maximum number of values in a document, counted by commas and opening brackets."""
 MAX_DOCUMENT_DEPTH = 64
-"""Maximum nesting depth of a document."""
 # Names, digests and states of random generators are far shorter.
 MAX_STRING_LENGTH = 1 << 20
 """Maximum number of characters of a string in a document."""
@@ -35,7 +34,6 @@ MAX_STRING_LENGTH = 1 << 20
 MAX_NUMBER_LENGTH = 250
 """Maximum number of characters of a number in YAML."""
 MAX_INTEGER_BITS = 1000
-"""Maximum number of bits of an integer in JSON."""
 DEVICE_BLOCK_SIZES = (512, 1024, 2048, 4096)
 """Possible logical block sizes of disks, in bytes."""
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096

@@ -155,8 +155,8 @@ class Communication:
         # Tables of float64 are for verification, which rounding would defeat.
         if dtype == "float64" and not self.is_lossless:
             raise MesetaError(
-                "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use float32 "
-                "tables"
+                "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use "
+                "float32 tables"
             )
 
 

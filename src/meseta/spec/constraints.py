@@ -202,7 +202,6 @@ def _check_min(name: str, number: int, least: int) -> None:
 
 
 def _wrap_scalars(rule: Any) -> Any:
-    """Wrap scalar values of a rule, such as `sharding: row_wise`, in lists."""
     if not isinstance(rule, Mapping):
         return rule
     return {key: [value] if isinstance(value, str | int) else value for key, value in rule.items()}

@@ -53,7 +53,6 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
 
 
 def _is_tiling(table: TableSpec, shards: Sequence[Shard]) -> bool:
-    """Whether the shards tile the table, with aligned columns."""
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
         ranges.setdefault(shard.rows, []).append(shard)
@@ -69,7 +68,6 @@ def _is_tiling(table: TableSpec, shards: Sequence[Shard]) -> bool:
 
 
 def _is_contiguous(spans: Sequence[tuple[int, int]], last: int) -> bool:
-    """Whether non-empty spans cover 0 to `last` without gaps or overlaps."""
     ends = [0, *(stop for _, stop in spans)]
     return ends[-1] == last and all(a == end and a < b for (a, b), end in zip(spans, ends, strict=False))
 

@@ -300,7 +300,6 @@ class TieredShard(_OffloadedShard):
         return self._snapshot_rows(None)
 
     def _snapshot_rows(self, selected: RowSet | None) -> ShardSnapshot:
-        """Return a snapshot of all rows, or on disk of the selected rows."""
         self._wait_for_fetches()
         self._write_back_dirty()
         rows = self.backing_store.snapshot()

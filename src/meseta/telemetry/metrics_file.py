@@ -19,7 +19,6 @@ from meseta.telemetry.transfers import TransferMeans
 METRICS_FILE = "metrics.jsonl"
 # A million lines of a kilobyte.
 MAX_METRICS_BYTES = 1 << 30
-"""Maximum size of a file that is read."""
 _MAX_LISTED_LINES = 5
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
@@ -76,7 +75,6 @@ class TrainLine(Entry):
     lr_dense: float | None = None
     lr_sparse: float | None = None
     stages_s: dict[str, float] = {}
-    """Seconds per step of each stage."""
     transfers: dict[str, TransferMeans] = {}
     """Transfers of rank 0 by name. Empty with a single rank."""
     ids_outside: dict[str, Count] = {}
@@ -157,9 +155,7 @@ class EvalLine(EvalMetrics, EvalContext):
     tasks: dict[str, EvalMetrics] = {}
     """Metrics by label, if there are several."""
     segments: dict[str, list[SegmentMetrics]] = {}
-    """Metrics of segments, by feature."""
     ids_outside: dict[str, Count] = {}
-    """Number of out-of-range ids, by feature."""
     time_s: float | None = None
     num_samples_trained: Count | None = None
 

@@ -57,7 +57,6 @@ NUM_LANES = 8
 """Number of lanes in a record. Further lanes overwrite the entries of earlier ones."""
 _WAIT_BYTES = 64
 NUM_RECORDED_TRANSFERS = 128
-"""Number of transfers in the ring buffer."""
 _TRANSFER_BYTES = 256
 RECORD_BYTES = _RING_OFFSET + NUM_RECORDED_TRANSFERS * _TRANSFER_BYTES
 
@@ -83,11 +82,8 @@ class TransferInfo(NamedTuple):
     batch_tag: int = 0
     """Tag of the batch, equal on all ranks. 0 means no batch."""
     num_bytes: float = 0.0
-    """Number of bytes that this rank sends."""
     num_peers: int = 0
-    """Number of other participating ranks."""
     tables: Sequence[str] = ()
-    """Names of the tables whose rows are transferred."""
     ranks: Sequence[int] | None = None
     """Participating ranks. `None` means all ranks."""
 
@@ -111,7 +107,6 @@ class RecordedTransfer:
     """Number of elements. `None` if it differs between ranks."""
     num_bytes: int
     num_peers: int
-    """Number of other participating ranks."""
     tables: str
     ranks: str
     """Participating ranks. Empty means all, and a truncated list ends in "..."."""

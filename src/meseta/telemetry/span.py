@@ -234,7 +234,6 @@ class StageTimes:
                     self._step_spans.append(self._accumulate_stage(timed))
 
     def _accumulate_rest(self) -> None:
-        """Accumulate completed steps, and the stages after the last step if all steps are complete."""
         self._accumulate_ended()
         if not self._pending_steps and self._open_spans and self._has_passed(self._open_spans[-1].end):
             self._step_spans += map(self._accumulate_stage, self._open_spans)

@@ -31,7 +31,6 @@ UNDER_WAY = " under way"
 COPIES = f"copies{UNDER_WAY}"
 """Track of copies of batches to a GPU. They have their own stream, so they do not overlap."""
 HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
-"""Keys of `Slice.args` for transfers and copies."""
 # A step has some thousand slices on eight ranks.
 MAX_TIMELINE_STEPS = 100
 """Maximum number of steps of a timeline."""
@@ -51,7 +50,6 @@ class Slice(NamedTuple):
     step: int | None
     """Step in which the slice starts, counted from 1 in the run. `None` between steps."""
     args: Mapping[str, float] = {}
-    """Measurements of the slice by name, such as bytes."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,6 @@ def split_nested(timed: Iterable[Slice]) -> list[Slice]:
 
 
 def _insert_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
-    """Yield the steps, and a slice for each gap between them."""
     before: Slice | None = None
     for step in steps:
         if before is not None and before.end_ns < step.begin_ns:

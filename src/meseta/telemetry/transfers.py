@@ -24,7 +24,6 @@ class TransferSpan(NamedTuple):
     """Number of steps completed before the step in which the collective started. `None` between steps, for example in
     an evaluation."""
     num_peers: int
-    """Number of other participating ranks."""
     intra_host_bytes: float
     """Bytes sent to ranks of the same host."""
     inter_host_bytes: float
@@ -43,9 +42,7 @@ class TransferMeans:
 
     num_times: float
     inside_bytes: float
-    """Bytes sent to ranks of the same host."""
     across_bytes: float
-    """Bytes sent to ranks of other hosts."""
     seconds: float
     """Seconds from the start of the transfer to the detection of its end."""
     waited_s: float

@@ -71,7 +71,6 @@ def are_bad_rows_rare(block: Block, work: Callable[[Block], object]) -> bool:
 
 
 def _slice_block(block: Block, ends: Sequence[int], first: int, stop: int) -> Block:
-    """Return rows first..stop-1 of a block. `ends` is the result of `RawFormat.row_ends`."""
     start = ends[first - 1] if first else 0
     return replace(
         block,

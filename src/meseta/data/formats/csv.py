@@ -299,7 +299,6 @@ class Csv(TextFormat):
 
 
 def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> Iterator[str]:
-    """Yield the lines that begin within the next `num_bytes`, and before position `stop` if it is given."""
     place = 0 if stop is None else stream.tell()
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)
     while place < last and (line := stream.readline(BLOCK_BYTES)):

@@ -169,7 +169,6 @@ def _common_text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return the type with the larger range, or float64 if no integer or decimal type holds both."""
     if pa.types.is_boolean(one) or pa.types.is_boolean(other):
         return other if pa.types.is_boolean(one) else one
     if pa.types.is_floating(one) or pa.types.is_floating(other):

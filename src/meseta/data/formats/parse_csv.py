@@ -202,7 +202,6 @@ class CsvColumns:
 
 
 def _has_word_label(block: Block, raw: bytes, layout: RawLayout) -> bool:
-    """Whether a label of the first record is a word such as true."""
     # If the first label is a word, later labels most likely are words too.
     with contextlib.suppress(csv.Error, ValueError):
         fields = parse_header(read_header(io.BytesIO(raw).readline), block.source.delimiter)

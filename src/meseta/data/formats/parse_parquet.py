@@ -201,7 +201,6 @@ def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]
 
 
 def _as_strings(array: pa.Array) -> pa.Array:
-    """Return integers as decimal text and text as it is. Missing values become empty."""
     if not is_text(array.type):
         array = array.cast(pa.string())
     return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

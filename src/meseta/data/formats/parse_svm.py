@@ -119,7 +119,6 @@ def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) 
 
 
 def _to_float64(column: pa.Array) -> NDArray[np.float64]:
-    """Return writable float64 [n]."""
     # A leading plus sign is allowed, as in the label +1.
     return np.array(pc.ascii_ltrim(column, "+").cast(pa.float64()).to_numpy())
 

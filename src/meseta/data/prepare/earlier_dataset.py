@@ -178,7 +178,6 @@ def find_matching_sources(
 
 
 def _prefer_file_columns(source: Source, layout: RawLayout) -> Source:
-    """Return the source without the partition columns that the file has too."""
     # Columns of the file take precedence, because datasets of earlier versions did not use partition columns.
     names = source.format.columns_for(source, layout) if source.partition else ()
     made = {key: value for key, value in source.partition.items() if key in layout.partition_keys}

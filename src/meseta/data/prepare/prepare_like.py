@@ -91,7 +91,6 @@ def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None =
 
 
 def _drop_unlabeled(batch: pa.RecordBatch, labels: Sequence[str]) -> pa.RecordBatch:
-    """Return the rows that have at least one label, or all rows without label columns."""
     if not any(batch[name].null_count for name in labels):
         return batch
     return batch.filter(pa.array(np.any([batch[name].is_valid() for name in labels], axis=0)))

@@ -102,7 +102,6 @@ def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
 
 
 def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
-    """Return the files that match `patterns`, with the columns that their partition folders define."""
     partitions: dict[str, Partition] = {}
     for pattern in patterns:
         try:

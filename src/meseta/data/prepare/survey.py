@@ -173,7 +173,6 @@ class Surveyor:
                 yield chunk
 
     def _resolve_split_times(self) -> Splitter:
-        """Return the splitter with the first seconds of both splits."""
         splitter = self.splitter
         if splitter.test_from is None:
             splitter = replace(splitter, test_from=self._find_split_start("test", splitter.test_fraction, None))

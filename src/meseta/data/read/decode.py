@@ -120,7 +120,6 @@ class SplitFiles:
             return file.read_row_group(group.index, columns=columns)
 
     def _select(self, groups: list[_RowGroup], check: CancellationCheck) -> list[_RowGroup]:
-        """Count the selected rows of row groups on all cores, and return the groups that have any."""
 
         def count_of(group: _RowGroup) -> tuple[int, ExcludedRows]:
             check()

@@ -280,7 +280,6 @@ def _remove_log(out: Path) -> None:
 
 
 def _split_into_files(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
-    """Yield (file index, rows) in order, divided at the ends of files and chunks."""
     bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
     file = 0
     for index in range(-(-options.num_rows // CHUNK_ROWS)):

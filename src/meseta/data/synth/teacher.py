@@ -118,7 +118,6 @@ class Teacher:
         return logits
 
     def _parts(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the three parts of the logit without gains, each [n]."""
         standard = [
             np.clip((_log_counts(column) - mean) * scale, -2.5, 2.5)
             for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)

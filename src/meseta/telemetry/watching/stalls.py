@@ -59,7 +59,6 @@ class StallCause:
     location: str
     """Mount point, or URL of a store. Empty for page faults without a known file."""
     text: str = field(compare=False)
-    """Description of the storage for messages."""
     is_remote: bool = field(default=False, compare=False)
     """Whether the storage is a store at a URL."""
 

@@ -307,7 +307,6 @@ class ServedRows:
             self._prefetched_epoch._request_windows(last - len(self._order))
 
     def _open_streams(self, troubles: Sequence[ReaderFailure] = ()) -> None:
-        """Open streams for all windows without one, from the readers to which they are leased."""
         waiting = [number for number, window in self._windows.items() if window.stream is None and window.num_remaining]
         leases = self._request_leases(waiting, troubles)
         # One window per reader, so that all readers have work.
@@ -365,7 +364,6 @@ class ServedRows:
         self._waits.record(window.stream.reader, window.stream.pop_wait())
 
     def _change_reader(self, index: int, window: PendingWindow, received: Exception | None, wait: _WindowWait) -> None:
-        """Request window `index` again if its reader failed, is slow or is no longer responsible for it."""
         if window.stream is None:
             return self._open_streams()
         reader = window.stream.reader
