@@ -68,13 +68,11 @@ def publish_record(run_dir: Path, first_step: int) -> None:
 def record_transfer(
     group: Any, sending: TransferInfo, step: int | None = None, lane: str = "rows"
 ) -> AbstractContextManager[None]:
-    """Record the start of a transfer. Returns a context manager to enter while this rank waits for the transfer.
+    """Record the start of a transfer, described by `sending`. Returns a context manager to enter while this rank waits
+    for it.
 
-    Args:
-        group: Process group of torch.distributed. `None` is the default group.
-        sending: Description of the transfer.
-        step: Number of earlier steps of this process, or `None` if the transfer belongs to no step.
-        lane: Lane of the transfer, 'rows' or 'sums'. See `meseta.comm.lanes`.
+    `group` is a process group of torch.distributed, by default the default group. `step` is the number of earlier steps
+    of this process, or `None` if the transfer belongs to no step. `lane` is 'rows' or 'sums', see `meseta.comm.lanes`.
     """
     return (
         NULL_RECORDING

@@ -104,7 +104,6 @@ class RawLayout:
     surveyed_columns: tuple[str, ...] = ()
     """Columns whose raw numbers are needed by the survey before encoding."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
-    """Columns that are not read."""
     other_times: tuple[str, ...] = field(default=(), compare=False)
     """Ignored columns of times, any of which `--time` can select."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -122,7 +121,6 @@ class RawLayout:
 
     @property
     def labels_without_rule(self) -> list[str]:
-        """Labels that are raw columns."""
         return [name for name in self.labels if self.label_rule(name) is None]
 
     @property

@@ -239,16 +239,10 @@ def count_json_values(content: bytes) -> int:
 
 
 def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOCUMENT_VALUES) -> Any:
-    """Parse an untrusted JSON text.
+    """Parse an untrusted JSON text in UTF-8. `finite` rejects inf and nan.
 
-    Args:
-        content: UTF-8 text.
-        finite: Whether to reject inf and nan.
-        max_values: Maximum number of values.
-
-    Raises:
-        ValueError: The text is not JSON, has a duplicate key or an unpaired surrogate, or exceeds `max_values`,
-            `MAX_STRING_LENGTH`, `MAX_INTEGER_BITS` or `MAX_DOCUMENT_DEPTH`.
+    Raises ValueError if the text is not JSON, has a duplicate key or an unpaired surrogate, or exceeds `max_values`,
+    `MAX_STRING_LENGTH`, `MAX_INTEGER_BITS` or `MAX_DOCUMENT_DEPTH`.
     """
     if count_json_values(content) > max_values:
         raise ValueError(f"it has more than {max_values:,} values")

@@ -138,11 +138,8 @@ def wrap_remote_errors(
 ) -> Iterator[None]:
     """Context manager that converts errors of file systems to MesetaError, or StorageError if an access failed.
 
-    Args:
-        what: Kind of object for the message, such as "source".
-        url: URL of the object.
-        verb: Participle for the message "cannot be `verb`", such as "read".
-        passthrough: Exceptions that are not converted.
+    The message names `what` (such as "source") and `url`, which "cannot be `verb`" (such as "read"). Exceptions in
+    `passthrough` are not converted.
     """
     # Each file system of fsspec has its own exceptions.
     try:

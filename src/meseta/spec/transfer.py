@@ -277,18 +277,11 @@ def step_transfers(
     exchange: ExchangeAlgorithm | None = None,
     dense_exchange: CrossHostAlgorithm | None = None,
 ) -> tuple[Transfer, ...]:
-    """List the transfers of one training step, in the order in which they start.
+    """List the transfers of one training step, in the order in which they start. Empty on a single rank.
 
-    Args:
-        workload: Tables, features and dense part. The batch size matters only if the loss needs the global batch.
-        plan: Placement of the tables. `None` lists the transfers that any plan could need.
-        num_ranks: Number of ranks.
-        ranks_per_host: Number of ranks per host.
-        exchange: Algorithm for exchanging ids, embeddings and their gradients. `None` uses that of the plan.
-        dense_exchange: Algorithm of all-reduces between hosts. `None` uses that of the plan.
-
-    Returns:
-        Transfers of a step. Empty on a single rank.
+    The batch size of `workload` matters only if the loss needs the global batch. Without a plan, all transfers that any
+    plan could need are listed. `exchange` is the algorithm for ids, embeddings and their gradients, and
+    `dense_exchange` that of all-reduces between hosts. `None` uses those of the plan.
     """
     if num_ranks == 1:
         return ()

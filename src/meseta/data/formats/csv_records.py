@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
 
 MAX_HEADER_BYTES = 8 << 20
-"""Maximum size of a header."""
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 

@@ -52,7 +52,6 @@ class Parquet(RawFormat):
         # A .parquet file without the magic bytes is damaged. Opening it raises an error that says so.
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Return the names of the top-level columns."""
         return tuple(parquet_schema(source).names)
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:

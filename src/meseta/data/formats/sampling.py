@@ -11,7 +11,6 @@ from meseta.data.schema.infer import MAX_SAMPLE_ROWS
 
 # Fewer rows are sampled from files with many columns.
 MAX_SAMPLED_FIELDS = 4_000_000
-"""Maximum number of sampled fields."""
 _MIN_ROWS = 2000
 _MAX_FILES = 8
 NUM_PIECES = 8

@@ -14,7 +14,6 @@ from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, TRUE_WORDS
 
 # The ASCII unit separator, which click logs do not contain.
 CROSS_SEPARATOR = "\x1f"
-"""Separator between the values of a cross."""
 
 # (smallest absolute value, units per second) of numbers that are nano-, micro- and milliseconds. As seconds, the
 # smallest one would be after the year 5138.

@@ -86,7 +86,6 @@ class NewRows:
         )
         self._allow_unseen = allow_unseen
         self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
-        """Number of rows read from each file."""
         self.non_finite: Counter[str] = Counter()
         self.bad_rows = None if max_bad_rows is None else BadRowCounter(max_bad_rows)
         self._earlier = earlier
@@ -120,7 +119,6 @@ class NewRows:
 
     @property
     def key_schema(self) -> pa.Schema:
-        """Schema of `EncodedRows.keys`."""
         return pa.schema([]) if self._keys is None else self._keys.schema
 
     def read(self, progress: NewRowsProgress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:

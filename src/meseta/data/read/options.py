@@ -50,5 +50,4 @@ class ReaderOptions:
 
     @property
     def excludes_rows(self) -> bool:
-        """Whether the options may exclude rows."""
         return self.filter is not None or self.negative_keep < 1

@@ -76,7 +76,6 @@ class EpochOrder:
         return self._starts[index], self._starts[index + 1]
 
     def window(self, index: int) -> Window:
-        """Return window `index` with its permutation."""
         start, stop = self.bounds(index)
         rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS_KEY, index)
         return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)

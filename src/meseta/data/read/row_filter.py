@@ -41,7 +41,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 _KEYWORDS = ("and", "or", "not", "in")
 # Bounds the time to parse a condition and to apply it to a row.
 MAX_CONSTANTS = 4096
-"""Maximum number of constants in a condition."""
 _MAX_DEPTH = 50
 
 
@@ -82,7 +81,6 @@ class RowFilter:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that occur in the condition."""
         return tuple(dict.fromkeys(self._used_columns))
 
     def __call__(self, table: pa.Table) -> Mask:

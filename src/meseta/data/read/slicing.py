@@ -97,7 +97,6 @@ class RankSlice(NamedTuple):
     first: int
     last: int
     num_padding: int
-    """Number of padding samples after the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from meseta.errors import MesetaError, reading_error
 from meseta.machine.remote import file_status
 
 MAX_IDLE_CURSORS = 32
-"""Maximum number of unused open files."""
 # A compressed file is read sequentially. With several cursors, readers that are slightly out of order each continue at
 # a position close to theirs.
 MAX_IDLE_CURSORS_PER_FILE = 4

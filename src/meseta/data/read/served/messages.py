@@ -89,7 +89,6 @@ class RowOrder(Message):
     """Rows of one split in one order. It determines the content of each window."""
 
     dataset: Name
-    """Name of the dataset at the dispatcher."""
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     """Digest of the dataset's description, see `DatasetDescription`."""
     split: Name
@@ -198,7 +197,6 @@ class ReaderFailure(Message):
     kind: Literal["slow", "failed"]
     """'slow' if the reader is reachable but sends nothing, 'failed' for any error."""
     what: str = Field(default="", max_length=4096)
-    """Error message of a reader that failed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -267,7 +265,6 @@ class Heartbeat(Message):
 
     reader: Name
     held_bytes: Number
-    """Bytes of decoded windows in the buffer."""
     buffer_bytes: Number
     num_rows: Number
     """Number of rows decoded since the reader started."""
