@@ -214,24 +214,16 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         stage_timer: StageTimer = null_timer,
         out_of_range_ids: OutOfRangeIds | None = None,
     ) -> BatchContext[GroupStateT]:
-        """Check the ids and start to send their counts to the owners of the rows.
+        """Check the ids and start to send their counts to the owners of the rows. Returns the batch in stage 'started'.
 
         Waits for a GPU only if ids are dropped.
 
-        Args:
-            kjt: Ids of this rank's slice. An exception is raised here in one process, and otherwise by `input_dist` on
-                all ranks as a MesetaError. An `ExhaustedInput` means that this rank has no batch left. All ranks know
-                this after `input_dist`.
-            step: Field of `BatchContext`, like the following parameters. By default, the collection determines it
-                later.
-            lr_factor: Factor of the learning rates.
-            local_totals: Totals of this rank's samples in the global batch.
-            accumulates_gradients: Whether the gradients are kept for a later micro-batch.
-            stage_timer: Timer of stages.
-            out_of_range_ids: Counter of out-of-range ids, instead of that of the collection.
+        `kjt` has the ids of this rank's slice. An exception is raised here in one process, and otherwise by
+        `input_dist` on all ranks as a MesetaError. An `ExhaustedInput` means that this rank has no batch left, which
+        all ranks know after `input_dist`.
 
-        Returns:
-            The batch, in stage 'started'.
+        The other parameters are fields of `BatchContext`. By default, the collection determines `step` later, and
+        `out_of_range_ids` is its counter.
         """
         flight: BatchContext[GroupStateT] = BatchContext(
             index=self._num_started,

@@ -126,13 +126,11 @@ class StageTimes:
         self._pending_steps: deque[list[_MarkedSpan]] = deque()
         """Steps that are not accumulated yet. Each has its outermost stages, ordered by their end, and then itself."""
         self._open_spans: list[_MarkedSpan] = []
-        """Completed spans inside the current stage or step."""
         self._step_begin: Any = None
         self._seconds: dict[str, float] = {}
         self._lifetime_seconds: dict[str, float] = {}
         self._num_steps = self._num_reported_steps = 0
         self._step_spans: list[Span] = []
-        """Outermost stages since the last accumulated step."""
 
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
