@@ -313,7 +313,7 @@ def test_a_host_that_is_not_covered(tmp_path: Path, strange: Callable[..., str])
 def test_who_is_not_there(folder: Path) -> None:
     for url in ("grpc+tls://127.0.0.1:9", "grpc+tls://nowhere.invalid:9"):
         with pytest.raises(
-            UnreachableError, match=r"cannot be reached: (nobody listens there|its host has no address)$"
+            UnreachableError, match=r"cannot be reached: (nothing listens on its port|its host has no address)$"
         ):
             ask(url, folder)()
 

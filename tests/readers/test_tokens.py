@@ -104,7 +104,7 @@ def test_who_runs_follows_a_new_token_and_outlives_its_file(folder: Path) -> Non
 
 def test_nothing_stored_is_waited_for(folder: Path) -> None:
     with pytest.raises(
-        UnreachableError, match=r"dispatcher grpc://127.0.0.1:7 cannot be reached: nobody listens there$"
+        UnreachableError, match=r"dispatcher grpc://127.0.0.1:7 cannot be reached: nothing listens on its port$"
     ):
         DispatcherClient(f"grpc://127.0.0.1:{PORT}").status()
 

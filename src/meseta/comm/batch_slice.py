@@ -18,7 +18,6 @@ class BatchTotals:
     num_samples: int
     """Number of samples, including padding."""
     num_padding: int
-    """Number of samples that only pad the batch to its full size."""
     weight: float
     """Sum of the sample weights."""
 
@@ -37,7 +36,6 @@ class BatchSlice:
 
     world: World
     step: int
-    """Number of steps before this one."""
     batch_size_per_rank: tuple[int, ...]
     """Number of samples of each rank in the global batch, or in the micro-batch with gradient accumulation."""
     offset: int | None = None

@@ -46,9 +46,8 @@ def measure_rank_clocks(world: World) -> list[RankClock]:
 def estimate_offsets(clocks: Sequence[str], moments: Sequence[EnterLeaveTimes]) -> list[tuple[float, float]]:
     """Return the offset of each rank's clock from that of rank 0 and its maximum error, both in seconds.
 
-    Args:
-        clocks: Identifier of the clock of each rank. Ranks with the same identifier share a clock.
-        moments: Times of each rank. All ranks list the same all-gathers in the same order.
+    `clocks` identifies the clock of each rank. Ranks with the same identifier share a clock. `moments` has the times of
+    each rank, for the same all-gathers in the same order.
     """
     offsets: dict[str, tuple[float, float]] = {clocks[0]: (0.0, 0.0)}
     reference_moments = [of_rank for clock, of_rank in zip(clocks, moments, strict=True) if clock == clocks[0]]

@@ -91,7 +91,6 @@ class DenseGradients:
         self._missing_gradients: list[set[int]] = []
         """Indices of the parameters of each bucket that have no gradient yet in the current pass."""
         self._pending_sums: list[PendingCollective] = []
-        """Reduction of each bucket that was started, in bucket order."""
         self._has_gradient: list[bool] = []
         """Whether each parameter had a gradient when its bucket was packed."""
         if world.size > 1:

@@ -33,18 +33,12 @@ def shard_dense(
     and of their moments. Modules that contain `tables` and parameters without a dimension stay whole. The scheme is
     that of section 3.2.2 of Zhao et al. (arXiv 2304.11277).
 
+    `model` is on the CPU or the device of `world`, and contains `tables`, the module with the embedding tables.
+    Gradients are reduced after each backward pass, weighted by `local_share` of `passes`. `make_coding` returns the
+    codec of inter-host sums for a number of elements. `None` sends float32.
+
     Collective. All ranks raise the same MesetaError if hosts have one device, or no unit exists, or a parameter belongs
     to several units, or a unit has several dtypes.
-
-    Args:
-        model: Model on the CPU or the device of `world`.
-        tables: Module with the embedding tables, contained in `model`.
-        world: All ranks. `ranks_per_host` is the number of shards.
-        passes: State of the backward pass. Gradients are reduced after each pass, weighted by `local_share`.
-        make_coding: Returns the codec of inter-host sums for a number of elements. `None` sends float32.
-
-    Returns:
-        Parameters that are not sharded.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -90,7 +84,6 @@ class WeightedReduceScatter:
         passes: BackwardContext,
         make_coding: Callable[[int], SumCodec] | None = None,
     ) -> None:
-        """Create the reduction for one unit with the sharded `parameters`."""
         self._parameters, self._world, self._backward_context, self._make_codec = parameters, world, passes, make_coding
         self._pending_inter_host: PendingCollective | None = None
 

@@ -87,7 +87,6 @@ class Lane:
     """Thread-safe queue of collectives in one process group. They run one at a time, in the order of submission."""
 
     def __init__(self, name: str, group: Any) -> None:
-        """Create a lane that uses process group `group` of torch.distributed."""
         self.name, self.group = name, group
         self._queue: deque[LaneWork] = deque()
         """Work that has not started. Any thread may run the first entry if the lane is idle."""

@@ -74,7 +74,7 @@ class Announcement(NamedTuple):
         return self._replace(num_sent=self.num_expected, num_expected=self.num_sent)
 
     def tag(self) -> int:
-        """Return the tag of the message that this rank sends. It is a hash of all fields except `num_expected`."""
+        """Return the tag of this rank's message, a hash of all fields except `num_expected`."""
         return max(crc32(b"%d %d %d %d %d" % self[:5]) & 0x7FFFFFFF, ANNOUNCEMENT_TAG + 1)
 
     def describe(self) -> str:
@@ -102,7 +102,6 @@ class PendingExchange:
 
     rank: int
     peers: Sequence[Peer]
-    """Peers to which this exchange was announced."""
     sent_announcements: Sequence[Announcement]
     tables: Sequence[str]
     received_announcements: Tensor
@@ -141,16 +140,13 @@ def start_exchange(
 ) -> PendingExchange:
     """Start to exchange data with `peers`, which must start the same exchange with this rank.
 
-    Args:
-        rank: This rank.
-        peers: Data to send and buffers to fill. The tensors must be contiguous and have one dtype.
-        name: Name of the transfer, see `meseta.spec.transfer`.
-        batch_tag: Tag of the batch, or for a sum the negative number of elements. It must be equal on all ranks.
-        tables: Tables whose rows are exchanged, for error messages.
-        group: Process group of torch.distributed. `None` is the default group.
-        row_priority: Counter to increment while this rank waits for the exchange.
-        announced_peers: Ranks to which an earlier exchange has announced this one too, as for the chunks of a sum. This
-            exchange is not announced to them. The other peers are added to the set.
+    The tensors of `peers` must be contiguous and have one dtype. `name` is a transfer of `meseta.spec.transfer`.
+    `batch_tag` is the tag of the batch, or for a sum the negative number of elements, equal on all ranks. `tables` are
+    named in error messages. `group` is a process group of torch.distributed, by default the default group.
+    `row_priority` is incremented while this rank waits.
+
+    Ranks in `announced_peers` know this exchange from an earlier announcement, as for the chunks of a sum. It is
+    announced to the other peers, which are added to the set.
     """
     # On GPUs nothing is announced, because the host would have to wait for the announcements.
     if peers and peers[0].send.device.type == "cuda":
@@ -187,7 +183,6 @@ def start_exchange(
 
 
 _sequence_numbers: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
-"""Number of exchanges with each peer, by process group."""
 _retained: list[object] = []
 
 

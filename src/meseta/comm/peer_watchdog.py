@@ -46,7 +46,6 @@ STORE_RANK = -1
 STORE_SILENCE_SHARE = 0.75
 """If the store has not answered for this share of the longest silence, the store is reported instead of a rank."""
 STORE_TIMEOUT_S = 10.0
-"""Timeout of a request to the store, in seconds."""
 EXIT_DELAY_S = 2.0
 """Seconds between the error line and the exit, so that the other ranks report before a launcher ends them."""
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -170,7 +169,6 @@ def start_peer_watchdog(world: World) -> PeerWatchdog | None:
 
 
 def _parse_record(content: bytes, rank: int) -> RankState | None:
-    """Return the state of a rank, or `None` if it has ended or `content` is not its record."""
     try:
         unpacker = zlib.decompressobj()
         state = parse_record(unpacker.decompress(content, RECORD_BYTES), f"of rank {rank}")

@@ -32,7 +32,6 @@ from meseta.telemetry.rank_record import (
 STACKS_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Signal that makes a rank write its Python stacks to its record. It leaves signals that users know unused."""
 NULL_RECORDING: AbstractContextManager[None] = nullcontext()
-"""Context manager for transfers of a process without a record."""
 
 
 def start_record(folder: Path | None = None) -> None:
@@ -69,13 +68,11 @@ def publish_record(run_dir: Path, first_step: int) -> None:
 def record_transfer(
     group: Any, sending: TransferInfo, step: int | None = None, lane: str = "rows"
 ) -> AbstractContextManager[None]:
-    """Record the start of a transfer. Returns a context manager to enter while this rank waits for the transfer.
+    """Record the start of a transfer, described by `sending`. Returns a context manager to enter while this rank waits
+    for it.
 
-    Args:
-        group: Process group of torch.distributed. `None` is the default group.
-        sending: Description of the transfer.
-        step: Number of earlier steps of this process, or `None` if the transfer belongs to no step.
-        lane: Lane of the transfer, 'rows' or 'sums'. See `meseta.comm.lanes`.
+    `group` is a process group of torch.distributed, by default the default group. `step` is the number of earlier steps
+    of this process, or `None` if the transfer belongs to no step. `lane` is 'rows' or 'sums', see `meseta.comm.lanes`.
     """
     return (
         NULL_RECORDING
@@ -95,7 +92,8 @@ _lane_numbers = count(1)
 
 
 def _get_lane(group: Any, name: str) -> tuple[int, str]:
-    """Return (number, name) of a lane. The default group's lane of rows is number 0."""
+    """Return (number, name) of a lane."""
+    # The default group's lane of rows is number 0.
     if group is None or group is dist.group.WORLD:
         if name == "rows":
             return 0, name

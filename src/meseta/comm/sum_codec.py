@@ -45,11 +45,8 @@ class SumCodec:
     def encode(self, piece: Tensor, out: Tensor, first: int, host: int | None) -> None:
         """Encode `piece` [n] into `out`, uint8 [bytes].
 
-        Args:
-            piece: Part of the buffer.
-            out: Memory for the encoded piece.
-            first: Index of the first element of the piece in the buffer.
-            host: Host whose sum is encoded, or `None` for the total of all hosts.
+        `first` is the index of the first element of the piece in the buffer. `host` is the host whose sum is encoded,
+        or `None` for the total of all hosts.
         """
         view, half = out.view(-1, self.encoded_block_bytes), self.half_range if self.codec.name == "fp16" else None
         rounding = self._make_rounding(first // COLUMN_BLOCK, view.shape[0], host) if self.codec.scale_bytes else None
@@ -57,7 +54,6 @@ class SumCodec:
         encode_columns(view, sources, _COPY_BLOCK, self.codec, ONE_BLOCK, rounding=rounding, half_range=half)
 
     def decode(self, coded: Tensor, out: Tensor) -> None:
-        """Decode elements into `out` [n]."""
         view, matrix = coded.view(-1, self.encoded_block_bytes), out.view(-1, COLUMN_BLOCK)
         decode_columns(matrix, [view], _COPY_BLOCK, self.codec, [ONE_BLOCK], exponent=self.half_range.exponent)
 

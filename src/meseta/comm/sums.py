@@ -117,7 +117,6 @@ class OrderedSum:
         assert piece.data_ptr() == cuts[place].data_ptr()
 
     def _reduce_encoded_chunk(self, buffer: Tensor, first: int) -> None:
-        """Reduce a chunk with the codec. `first` is the index of its first element in the buffer."""
         host = self._host_ranks
         if len(host) == 1:
             self._reduce_encoded_inter_host(buffer, first)
@@ -153,7 +152,6 @@ class OrderedSum:
             coding.decode(out, piece)
 
     def _reduce_inter_host(self, buffer: Tensor) -> None:
-        """Sum a buffer, which has the sum of this host, over the cross-host peers in place."""
         if self.algorithm == "chain":
             self._reduce_along_chain(self._cross_host_peers, buffer)
         else:
@@ -176,7 +174,6 @@ class OrderedSum:
         return own_cut
 
     def _exchange_chunks(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Send each piece to its rank in `ranks`, and return the versions of this rank's piece from all of them."""
         local_piece = pieces[ranks.index(self.rank)]
         parts = [*self.scratch(len(ranks) * local_piece.numel(), local_piece).view(len(ranks), local_piece.numel())]
         parts[ranks.index(self.rank)] = local_piece

@@ -88,7 +88,6 @@ class ExchangeScope:
     ranks: Sequence[int] | None = None
     """Ranks that take part, including this rank. Each of them passes the same ranks. `None` means all ranks."""
     tables: Sequence[str] = ()
-    """Names of the tables whose rows are exchanged, for error messages."""
     batch_tag: int = 0
     """Batch tag, which identifies the batch in flight and is equal on all ranks. 0 if the exchange has no batch."""
 
@@ -109,7 +108,6 @@ class World:
     plan_ranks_per_host: int | None = None
     """Number of ranks per host according to the plan. `None` means as launched."""
     sum_algorithm: AllReduceAlgorithm = "twins"
-    """Algorithm of sums without a codec."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
 
     @staticmethod
@@ -187,15 +185,9 @@ class World:
     ) -> PendingCollective:
         """Start to send `send_splits[r]` consecutive entries of `send` [n, ...] to each rank r.
 
-        Received entries are ordered by rank.
-
-        Args:
-            send: Entries. Their shape and dtype are equal on all ranks.
-            send_splits: Number of entries for each rank.
-            receive_splits: Number of entries from each rank.
-            name: Name of the transfer, see `meseta.spec.transfer`.
-            scope: Ranks, tables and batch of the exchange.
-            keep: Whether the next step may reuse the memory of the received data, see `meseta.ops.memory.empty`.
+        Received entries are ordered by rank, `receive_splits[r]` from each. Entries have one shape and dtype on all
+        ranks. `name` is a transfer of `meseta.spec.transfer`. With `keep`, the next step may reuse the memory of the
+        received data, see `meseta.ops.memory.empty`.
         """
         if self.size == 1:
             return PendingCollective(received=send, send=send, work=None)
@@ -382,7 +374,6 @@ class World:
     def _start_replicated_span(
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCodec | None = None
     ) -> Callable[[float, float | None], None]:
-        """Start a span of a collective on data of equal size on all ranks, with the bytes that the planner predicts."""
         per_host, inter_host_bytes = self.ranks_per_host, float(tensor.nbytes)
         intra_host_factor, inter_host_factor = traffic_factors(way, self.size, per_host)
         if way == "sum":

@@ -109,12 +109,12 @@ class RegularizationConfig(Section):
 
 class EmbeddingConfig(Section):
     dtype: TableDtype = "float32"
-    """Data type of rows. 'float16' and 'bfloat16' need half the memory of 'float32'. Their updates are computed in
-    float32 and rounded stochastically. With 'float64' the whole run uses float64, for verification."""
+    """Data type of rows. 'float16' and 'bfloat16' halve the memory. Their updates are computed in float32 and rounded
+    stochastically. With 'float64' the whole run uses float64, for verification."""
     optimizer: RowOptimizerConfig = RowOptimizerConfig()
     """Row optimizer of all tables."""
     schedule: ScheduleConfig | None = None
-    """Learning-rate schedule of all tables. It replaces all keys of the section schedule; None: that section."""
+    """Learning-rate schedule of all tables, in place of the section schedule; None: that section."""
     regularization: RegularizationConfig = RegularizationConfig()
     """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()

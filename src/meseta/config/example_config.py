@@ -47,7 +47,6 @@ def _lines(section: Section, depth: int) -> Iterator[str]:
 
 
 def _has_effect(section: Section, key: ConfigKey) -> bool:
-    """Whether a key has an effect for the section's `name` or `kind`."""
     if isinstance(section, RowOptimizerConfig):
         return key.path in ("name", *USED_FIELDS[section.name])
     return not key.used_by or getattr(section, "name", getattr(section, "kind", None)) in key.used_by

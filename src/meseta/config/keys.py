@@ -35,10 +35,8 @@ class ConfigKey:
     kind: str
     """Type and allowed values of the key, in Markdown."""
     default: str
-    """Default value in Markdown."""
     description: str
     is_required: bool = False
-    """Whether the key has no default."""
     used_by: tuple[str, ...] = ()
     """Models, or values of the section's `name` or `kind`, for which the key has an effect. Empty if it always has
     one."""
@@ -84,7 +82,6 @@ def find_keys(name: str) -> list[ConfigKey]:
 
 
 def _is_in_section(key: ConfigKey, name: str) -> bool:
-    """Whether `name` is the key or one of its parent sections."""
     path, prefix = key.path.split("."), name.split(".")
     fits = all(one in (other, "<feature>") for one, other in zip(path, prefix, strict=False))
     return fits and (len(prefix) <= len(path) or key.kind == "section")
@@ -110,7 +107,7 @@ def key_sections() -> Iterator[tuple[str, list[ConfigKey]]]:
 
 
 def _model_keys(path: str) -> list[ConfigKey]:
-    """Return the keys of all models. A key that several models define identically occurs once, with their names."""
+    """Return the keys of all models. Keys that several models define identically are merged."""
     classes: dict[str, type[Section]] = {**model_sections(), "your own": CustomModelConfig}
     named = make_key(ModelConfig, "name", f"{path}.name")
     models = (f"{name!r}: {make_key(section, 'name', '').description}" for name, section in model_sections().items())
@@ -164,13 +161,11 @@ def make_key(section: type[Section], name: str, path: str) -> ConfigKey:
 
 
 def _choices(section: type[Section]) -> tuple[str, ...]:
-    """Return the allowed values of the section's `name`, or of its `kind` if it has no name."""
     fields = section.model_fields
     return get_args(fields["name" if "name" in fields else "kind"].annotation)
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
-    """Return the section class in a field's type, which may be optional or a mapping from names to sections."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -179,7 +174,6 @@ def _find_section(annotation: Any) -> type[Section] | None:
 
 @cache
 def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
-    """Return the field docstrings of `section.keys_described_by` by field name."""
     source = section.keys_described_by
     if source is None:
         return {}
@@ -195,7 +189,6 @@ def _referenced_descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def _format_type(annotation: Any, limits: list[Any]) -> str:
-    """Describe the YAML values of a type in Markdown."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _format_type(

@@ -127,7 +127,6 @@ def _explain_all(error: ValidationError, form: type[BaseModel], document: Any) -
 
 
 def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> str:
-    """Describe a pydantic error of a document for section `form` in one sentence."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
@@ -163,7 +162,6 @@ def _is_clipping_key(key: str) -> bool:
 
 
 def _valid_keys(parents: Sequence[str | int], section: type[BaseModel], document: Any) -> list[str]:
-    """Return the valid keys of the subsection at path `parents` below `section`."""
     is_free_name = False
     for name in parents:
         # Skip list indices, and keys of a mapping such as table names, which may be equal to the name of a field.

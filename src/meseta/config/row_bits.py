@@ -11,13 +11,13 @@ from meseta.spec.documents import load_document, parse_dataclass, strip_format, 
 
 BITS_FORMAT = "meseta.bits/1"
 RowBits = Literal[8, 4, 3, 2]
-"""Number of bits per value of quantized rows."""
 BitsSetting = Literal["exact", "auto", 8, 4, 3, 2]
-"""Setting of `checkpoint.bits`. `exact` does not quantize, and `auto` depends on the expected number of restores."""
+"""Setting of `checkpoint.bits`: not quantized (`exact`), dependent on the expected number of restores (`auto`), or a
+number of bits."""
 ROW_BIT_WIDTHS: tuple[RowBits, ...] = get_args(RowBits)
 """All numbers of bits in descending order."""
 MAX_RESTORES: Mapping[RowBits, int] = {2: 1, 3: 3, 4: 20}
-"""Maximum number of restores of a run for each number of bits, in ascending order. 8 bits have no maximum."""
+"""Maximum number of restores of a run for each number of bits. 8 bits have no maximum."""
 
 
 def min_bits_for_restores(restores: int) -> RowBits:
@@ -30,7 +30,6 @@ class TableBits:
     """Quantization of one table."""
 
     bits: Literal["exact", 8, 4, 3, 2]
-    """Number of bits per row value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,6 @@ class BitsFile:
     """File of bits per table, which `meseta checkpoint advise` writes and `checkpoint.tables` reads."""
 
     tables: Mapping[str, TableBits]
-    """Quantization of each table by name."""
     run: str | None = None
     """Run whose checkpoint was measured."""
     split: str | None = None

@@ -73,8 +73,7 @@ class DataConfig(Section):
     prefetch_batches: NonNegativeInt = 4
     """Number of batches that a background thread prepares in advance; 0: read in the training loop."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
-    """Handling of an incomplete last training batch of an epoch. 'pad' adds samples of weight 0, which only change the
-    shape."""
+    """Handling of an incomplete last training batch of an epoch. 'pad' adds samples of weight 0."""
     filter: str | None = None
     """Condition on rows for training and evaluation, such as "age >= 18 and country != 'ES'", with at most 4,096
     constants; None: all rows."""
@@ -158,27 +157,26 @@ class DenseInitConfig(Section):
 class DenseConfig(Section):
     sharding: Literal["replicated", "fsdp"] = "replicated"
     """'replicated' holds the dense part on every rank. 'fsdp' shards its parameters, gradients and moments across the
-    ranks of each host, and replicates them across hosts. Use it if the dense part does not fit on a device."""
+    ranks of each host, for dense parts that do not fit on a device."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Data type of MLPs and cross layers. 'bfloat16' keeps parameters and logits in float32, and is faster on
-    processors with bfloat16 instructions. 'float32' becomes float64 if rows are float64. 'auto' selects bfloat16 if
-    every rank's processor (AVX512_BF16, AMX, BF16 of ARM) or GPU (compute capability 8.0) has instructions for it, and
-    float32 otherwise. The choice is made at the start of the run and stored in its config.yaml."""
+    """Data type of MLPs and cross layers. 'bfloat16' keeps parameters and logits in float32. 'float32' becomes float64
+    if rows are float64. 'auto' selects bfloat16 if every rank's processor (AVX512_BF16, AMX, BF16 of ARM) or GPU
+    (compute capability 8.0) has instructions for it, and float32 otherwise. The choice is stored in the config.yaml of
+    the run."""
     check_speed: bool = True
-    """Whether to refuse a run in bfloat16 if a rank's processor or GPU has no instructions for it. It would be many
-    times slower than in float32."""
+    """Whether to refuse a run in bfloat16 if a rank's processor or GPU has no instructions for it, which would be
+    slow."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of all parameters that are not in tables."""
     init: dict[str, DenseInitConfig] = Field(default={})
     """Initialization of parameters by patterns of their names, such as 'top_mlp.*.weight', in place of that of the
     model. If several patterns match a name, the last one applies. See docs/models.md."""
     schedule: ScheduleConfig | None = None
-    """Learning-rate schedule of the dense part. It replaces all keys of the section schedule; None: that section."""
+    """Learning-rate schedule of the dense part, in place of the section schedule; None: that section."""
     clip_value: float | None = Field(default=None, gt=0)
     """Limit to which each element of dense gradients is clipped, in -clip_value..clip_value; None: no limit."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Maximum norm of all dense gradients together; None: no limit. The limits for rows of tables are
-    embedding.optimizer.clip_value and clip_norm."""
+    """Maximum norm of all dense gradients together; None: no limit. For rows of tables, see embedding.optimizer."""
 
 
 class MetricsConfig(Section):
@@ -187,8 +185,7 @@ class MetricsConfig(Section):
     segments: tuple[str, ...] = ()
     """Single-valued sparse features. Evaluations compute separate metrics for the samples of each value."""
     max_segments: PositiveInt = 10
-    """Number of values per feature of `segments` that are listed, most frequent first. All other values form one
-    segment."""
+    """Number of listed values per feature of `segments`, most frequent first. All other values form one segment."""
 
 
 class EarlyStoppingConfig(Section):
@@ -212,7 +209,7 @@ class TrainConfig(Section):
     Limits of row optimizers apply afterwards."""
     accumulate_steps: MicroBatchCount = 1
     """Number of micro-batches into which each rank divides its slice of a global batch. Optimizers step once, after the
-    last one. Activations need the memory of one micro-batch, and the result is that of the whole batch."""
+    last one, with the result of the whole batch. Activations need the memory of one micro-batch."""
     epochs: PositiveInt = 1
     """Number of passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
@@ -227,15 +224,15 @@ class TrainConfig(Section):
     """Number of steps between evaluations on the split valid, or on test if there is no valid; None: see
     eval_every_epochs."""
     eval_every_epochs: float | None = Field(default=None, gt=0)
-    """Number of epochs between evaluations, which may be fractional such as 0.5. Cannot be combined with
-    eval_every_steps; None for both: evaluate only at the end."""
+    """Number of epochs between evaluations, such as 0.5. Cannot be combined with eval_every_steps; None for both:
+    evaluate only at the end."""
     eval_batch_size: BatchSize = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """Choice of the best evaluation, and condition for stopping. Requires eval_every_steps or eval_every_epochs."""
     finish: Literal["last", "best"] = "last"
     """Final weights of the run, for the test split, the report, `eval`, `predict` and exports: the last ones, or those
-    of the best evaluation by early_stopping. 'best' keeps that checkpoint, as checkpoint.keep_best does."""
+    of the best evaluation by early_stopping, whose checkpoint is kept."""
 
     @property
     def evaluates_during_training(self) -> bool:
@@ -275,7 +272,7 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints, by the clock of rank 0; None: no limit."""
     background: Literal["auto", "always", "never"] = "auto"
     """Whether training continues during a save, which needs a copy of the tables and states of each rank in memory.
-    'auto' does so if every rank has twice this memory free."""
+    'auto': if every rank has twice this memory free."""
     deltas: Literal["none", "one_shot", "consecutive", "intermittent", "rolling"] = "none"
     """Delta policy. A delta checkpoint holds only changed rows and needs files of older checkpoints. 'none': all
     checkpoints are full; 'one_shot': rows changed since the last full one; 'consecutive': rows changed since the
@@ -285,26 +282,25 @@ class CheckpointConfig(Section):
     """Maximum number of files that hold the rows of one block."""
     on_failure: Literal["stop", "continue"] = "stop"
     """Reaction to a failed save, for example on a full disk: 'stop' ends the run, and 'continue' prints a warning and
-    trains until the next save. A failure of the last save or of one after a signal always ends the run."""
+    trains until the next save. A failed save at the end or after a signal always ends the run."""
     max_bytes_per_s: float | None = Field(default=None, gt=0)
     """Maximum bytes of checkpoints that all ranks together write per second, at least a million per rank; None: no
     limit. It does not apply to a save after a signal, whose sender waits."""
     bits: BitsSetting = "exact"
-    """Number of bits per row value in checkpoints, see docs/checkpoints.md. The last checkpoint of a run is exact.
-    'auto' selects the smallest number that allows `expected_restores`."""
+    """Number of bits per row value in checkpoints, except the last one, which is exact; see docs/checkpoints.md. 'auto'
+    selects the smallest number that allows `expected_restores`."""
     tables: dict[str, TableCheckpointConfig] = Field(default={})
     """Per-table settings, by the name of the feature, or a file of `meseta checkpoint advise` with these settings."""
     expected_restores: NonNegativeInt = 20
-    """Number of times that bits 'auto' expects this run to be resumed. If it is resumed more often, later checkpoints
-    use more bits."""
+    """Number of times that bits 'auto' expects this run to be resumed. After more, later checkpoints use more bits."""
     on_signal: Literal["exact", "delta"] = "exact"
     """Checkpoint after a signal, if rows are stored with fewer bits: a full exact one, or, in less time, one like the
     previous ones."""
     keep_last: PositiveInt = 2
     """Number of checkpoints to keep; older ones are removed."""
     keep_best: bool = False
-    """Whether to save a checkpoint after each evaluation that is the best so far by train.early_stopping.metric. The
-    latest of these is kept in addition to `keep_last` others."""
+    """Whether to save a checkpoint after each evaluation that is the best so far by train.early_stopping.metric, and to
+    keep the latest of these in addition to `keep_last` others."""
     dir: Url | None = None
     """URL of fsspec, such as s3://bucket/run, for checkpoints; None: run_dir/checkpoints. Every rank writes its blocks
     there, and a run_dir without checkpoints resumes from there."""
@@ -395,8 +391,8 @@ class PipelineConfig(Section):
 
     stale: Literal[0, 1] = 0
     """Number of updates that a lookup does not see. With 1, each batch is looked up before the update of the previous
-    batch, so that embeddings are exchanged during its computation. Results differ from those with 0, and do not depend
-    on the number of ranks. For the effect on quality see docs/pipeline.md."""
+    batch, so that embeddings are exchanged during its computation. Results differ from those with 0, but not between
+    numbers of ranks. See docs/pipeline.md for the effect on quality."""
 
     @field_validator("overlap", mode="before")
     @classmethod
@@ -449,8 +445,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training. 'auto' selects GPUs if there is one for each rank of the host."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Number of CPU threads of each rank; None: cores divided by ranks on this host. Fewer are used while other
-    programs compete for the processors, if that is faster."""
+    """Number of CPU threads of each rank; None: cores divided by ranks on this host, or fewer while other programs
+    compete for the processors."""
     check_memory: bool = True
     """Whether to refuse a run that is predicted to need more memory than is free."""
     data: DataConfig

@@ -18,7 +18,7 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Number of steps over which the factor rises linearly to 1."""
     decay_start_step: NonNegativeInt = 0
-    """Step, counted from 0, at which the decay starts, but not before the end of the warm-up. Kind 'plateau' ignores
+    """Step, counted from 0, at which the decay starts, at the earliest after the warm-up. Kind 'plateau' ignores
     earlier evaluations."""
     decay_steps: NonNegativeInt = 0
     """Length of the decay in steps; 0: until the end of training."""
@@ -31,8 +31,8 @@ class ScheduleConfig(Section):
     step_every: Annotated[PositiveInt | None, UsedBy("step")] = None
     """Number of steps between reductions, from the start of the decay."""
     plateau_patience: Annotated[PositiveInt, UsedBy("plateau")] = 2
-    """Number of successive evaluations without improvement after which the factor is reduced. The metric and min_delta
-    of train.early_stopping define an improvement. The count restarts after a reduction."""
+    """Number of successive evaluations without improvement after which the factor is reduced and the count restarts.
+    The metric and min_delta of train.early_stopping define an improvement."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:

@@ -1,7 +1,4 @@
-"""Data pipeline from raw click logs to batches: `prepare` writes a dataset directory and `Reader` reads it.
-
-Names are imported on first use (PEP 562), because only Batch and Reader need torch.
-"""
+"""Data pipeline from raw click logs to batches: `prepare` writes a dataset directory and `Reader` reads it."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -13,6 +10,7 @@ if TYPE_CHECKING:
     from meseta.data.read.options import ReaderOptions
     from meseta.data.read.reader import Reader
 
+# Names are imported on first use (PEP 562), because only Batch and Reader need torch.
 _LAZY_IMPORTS = {
     "Batch": "meseta.data.batch",
     "Dataset": "meseta.data.dataset.dataset",

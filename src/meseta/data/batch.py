@@ -20,7 +20,6 @@ class Batch:
     dense: Float[Tensor, "B num_dense"]
     """Dense inputs with missing values filled, transformed and standardized."""
     sparse: KeyedJaggedTensor
-    """Ids of all sparse features."""
     label: Float[Tensor, " B *T"]
     """Labels in 0..1 (float32), [B] if the dataset has one label, [B, T] if it has T > 1. NaN if the dataset has no
     labels, and 0 where `label_mask` is false."""

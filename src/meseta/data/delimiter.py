@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 MAX_DELIMITER_LENGTH = 8
-"""Maximum number of characters of a delimiter."""
 
 
 def invalid_delimiter_reason(delimiter: str) -> str | None:

@@ -55,18 +55,10 @@ class FollowingReader:
     ) -> None:
         """Create a reader of the parts in `folder`.
 
-        Args:
-            folder: Folder to which parts are added.
-            options: Options of the reader of each part.
-            split: Split to read.
-            rank: Rank whose slices are returned.
-            num_ranks: Number of ranks.
-            broadcast: Returns rank 0's argument on all ranks, such as `lambda x: world.all_gather_object(x)[0]`.
-                Ranks must notice a part at the same time. The thread that requests batches calls it between parts.
-            poll_interval_s: Seconds between two checks for a new part.
+        `broadcast` returns rank 0's argument on all ranks, such as `lambda x: world.all_gather_object(x)[0]`, because
+        ranks must notice a part at the same time. The thread that requests batches calls it between parts.
 
-        Raises:
-            MesetaError: `folder` is not a directory.
+        Raises MesetaError if `folder` is not a directory.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -132,7 +124,6 @@ class FollowingReader:
             self._reader.set_state(state["reader"])
 
     def _open_next(self) -> bool:
-        """Open the next part and return whether there is one."""
         names = [path.parent.name for path in self.folder.glob(f"*/{DATASET_FILE}") if path.parent.suffix != ".tmp"]
         waiting = self._broadcast(sorted(set(names) - set(self._finished_parts)))
         if not waiting:
@@ -169,7 +160,6 @@ class FollowingReader:
         self._part = name
 
     def _rescale(self, batch: Batch, dataset: Dataset) -> Batch:
-        """Rescale the dense columns to the means and standard deviations of the first part."""
         assert self._first_schema is not None
         moments = [[feature.mean, feature.std] for feature in dataset.dense]
         first = [column[1:] for column in self._first_schema["dense"]]
@@ -184,8 +174,7 @@ class FollowingReader:
 
 
 def _part_schema(dataset: Dataset) -> dict[str, Any]:
-    """Return the properties that all parts must share, and the means and deviations of dense columns, in the types of
-    JSON."""
+    """Return the JSON data that all parts must share, with the means and deviations of dense columns."""
     return {
         "labels": list(dataset.labels),
         "weight": dataset.weight,

@@ -18,7 +18,6 @@ class BucketRule:
     """Buckets of a numeric column. Bucket 0 is for missing values, and n boundaries give n + 1 further buckets."""
 
     column: str
-    """Numeric column that is bucketized."""
     boundaries: tuple[float, ...] = ()
     """Boundaries in ascending order. A value is in bucket 1 + the number of boundaries that are not above it."""
     num_quantiles: int | None = None
@@ -39,7 +38,6 @@ class SparseColumn:
     multi_valued: bool = False
     """Whether each sample has a list of values."""
     weighted: bool = False
-    """Whether each value has a weight."""
     weight: str | None = None
     """Raw column with the weights. `None` without weights, or if weights are written next to the values."""
     separator: str | None = None
@@ -47,7 +45,6 @@ class SparseColumn:
     weight_separator: str | None = None
     """Separator of a value and its weight in CSV. `None` without weights."""
     buckets: BucketRule | None = None
-    """Buckets, if the feature is a bucketized number."""
     cross: tuple[str, ...] = ()
     """Columns whose combined values are the values of a cross. Empty for other features."""
     column: str | None = None
@@ -78,9 +75,10 @@ class SparseColumn:
         return () if self.columns == (self.name,) else self.columns
 
 
+# All bags are empty, so the feature adds nothing to any model. Models, plans and checkpoints need no special case for
+# data without tables.
 NO_CATEGORY = SparseColumn(name="no_category", multi_valued=True, is_empty=True)
-"""Feature of data without categorical columns. All bags are empty, so it adds nothing to any model, and models, plans
-and checkpoints need no special case for data without tables."""
+"""Feature of data without categorical columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,27 +90,22 @@ class RawLayout:
     dense: tuple[str, ...]
     """Names of the dense features, which are raw columns."""
     sparse: tuple[SparseColumn, ...]
-    """Sparse features."""
     label_rules: tuple[LabelRule, ...] = ()
-    """Rules of the labels that are made from other columns."""
     signed: tuple[str, ...] = ()
-    """Dense columns whose negative values are kept. In other columns, negative values become 0."""
+    """Dense columns whose negative values are kept. In other columns they become 0."""
     whole_numbers: tuple[str, ...] = ()
-    """Raw columns of categories or groups in which all spellings of a whole number are one value."""
+    """Raw columns in which all spellings of a whole number are one value."""
     number_format: NumberFormat | None = None
     """Format of numbers in text. `None` means numbers such as 1234.5."""
     weight: str | None = None
-    """Column of the sample weights."""
     group: str | None = None
-    """Column of the group of each sample, such as a user or a request. It may also be a feature."""
+    """Column of the group of each sample, such as a user. It may also be a feature."""
     time: str | None = None
-    """Column of the time of each sample."""
     surveyed_columns: tuple[str, ...] = ()
     """Columns whose raw numbers are needed by the survey before encoding."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
-    """Columns that are not read."""
     other_times: tuple[str, ...] = field(default=(), compare=False)
-    """Ignored columns of times, any of which `--time` can select. They are inferred."""
+    """Ignored columns of times, any of which `--time` can select."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Reason for the inferred role of each column."""
     delimiter: str = field(default=",", compare=False)
@@ -128,7 +121,6 @@ class RawLayout:
 
     @property
     def labels_without_rule(self) -> list[str]:
-        """Labels that are raw columns."""
         return [name for name in self.labels if self.label_rule(name) is None]
 
     @property

@@ -16,7 +16,7 @@ _MAX_NUMBER_LENGTH = 100
 _MIN_PARSED_SHARE = 0.95
 _MIN_CANDIDATE_SHARE = 0.8
 _NUM_FIRST_VALUES, _MAX_HINT_VALUES = 20, 500
-"""Number of distinct values that are checked before the formats are tried, and at most while they are tried."""
+"""Number of distinct values checked before the formats are tried, and at most while they are tried."""
 _DECIMAL_SIGNS = (".", ",")
 _THOUSANDS_SEPARATORS = ("", ".", ",", "'", "\u2019", " ", "\u00a0", "\u202f")
 _NUMBER_CHARACTERS = {*_DECIMAL_SIGNS, *_THOUSANDS_SEPARATORS, *"+-eE"}
@@ -33,7 +33,7 @@ class NumberFormat:
     thousands: str = ""
     """Separator of groups of digits. The last group has three digits. Empty means none."""
     strip: str = ""
-    """Characters around a number that are ignored, such as currency signs. Spaces are always ignored."""
+    """Characters that are ignored around a number, such as currency signs, in addition to spaces."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the value of a number would be ambiguous."""
@@ -113,6 +113,5 @@ def _is_strippable(sign: str) -> bool:
 
 
 def _looks_numeric(value: str) -> bool:
-    """Whether `value` consists of digits and of characters that occur in numbers."""
     rest = [sign for sign in value if not sign.isdigit()]
     return len(rest) < len(value) and all(sign in _NUMBER_CHARACTERS or _is_strippable(sign) for sign in rest)

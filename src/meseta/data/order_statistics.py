@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 Chunks = Callable[[], Iterator[NDArray[np.float64]]]
 """Returns an iterator over all numbers, in chunks. It is called once per pass."""
 
+# The counters of 13 bits take 64 KiB per rank.
 _DIGIT_BITS = (13, 13, 13, 13, 12)
-"""Number of bits of the sort key that each pass determines, the highest bits first. The counters of 13 bits take 64 KiB
-per rank."""
+"""Number of bits of the sort key that each pass determines, the highest bits first."""
 _SIGN_BIT = np.uint64(1 << 63)
 
 
@@ -42,7 +42,7 @@ def count_numbers(chunks: Chunks) -> int:
 
 
 def _count_digits(chunks: Chunks, known: NDArray[np.uint64], shift: int, width: int) -> NDArray[np.int64]:
-    """Count the next digits [prefixes, digits] of the sort keys that start with each of the prefixes `known`."""
+    """Count the next digits [prefixes, digits] of sort keys, by their prefix in `known`."""
     counts = np.zeros((known.size, 1 << width), np.int64)
     for chunk in chunks():
         keys = _to_sort_keys(chunk[~np.isnan(chunk)])
@@ -56,7 +56,8 @@ def _count_digits(chunks: Chunks, known: NDArray[np.uint64], shift: int, width: 
 
 
 def _to_sort_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Return uint64 keys with the same order as the numbers. Both zeros have the same key."""
+    """Return uint64 keys with the same order as the numbers."""
+    # Adding 0.0 turns -0.0 into 0.0, so that both zeros have the same key.
     bits = (values + 0.0).view(np.uint64)
     return np.where(bits & _SIGN_BIT, ~bits, bits | _SIGN_BIT)
 

@@ -15,10 +15,9 @@ class RawSparse:
     """Values of one sparse feature in n samples."""
 
     values: pa.Array
-    """Values [nnz] as strings or binary, with the empty string for a missing value. For a bucketized feature, int32
-    ids."""
+    """Values [nnz] as strings or binary, empty if missing. For a bucketized feature, int32 ids."""
     lengths: NDArray[np.int64] | None = None
-    """Number of values per sample [n]. `None` means that each sample has one value."""
+    """Number of values per sample [n]. `None` means one each."""
     weights: NDArray[np.float32] | None = None
     """Weight of each value [nnz]. `None` without weights."""
 
@@ -36,7 +35,6 @@ class RawRows:
     weight: NDArray[np.float32] | None = None
     """Sample weights [n], 0 or in 1e-9..1e9."""
     group: NDArray[np.int64] | None = None
-    """Group keys [n]."""
     time: NDArray[np.float64] | None = None
     """Times [n] in seconds since 1970-01-01 UTC. NaN if missing."""
     surveyed_values: list[NDArray[np.float64]] = field(default_factory=list)
@@ -74,8 +72,7 @@ LABEL_RULE = "a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
 
 
 def find_value_row(place: int, lengths: NDArray[np.int64] | None) -> int:
-    """Return the row that contains value number `place`. Rows have `lengths` [n] values, or one each if `lengths` is
-    `None`."""
+    """Return the row of value number `place`. Rows have `lengths` [n] values, or one each if `lengths` is `None`."""
     return place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# No sum or product of weights in this range overflows or vanishes.
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
-"""Range of nonzero sample weights. No sum or product of weights overflows or vanishes within it."""
+"""Range of nonzero sample weights."""
 WEIGHT_RULE = f"0, or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
 
 

@@ -27,7 +27,6 @@ class GradientSegment:
     """Ids by route, or by feature in one process, each ordered by (rank, sample, position)."""
     batch_size_per_rank: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
-    """Number of ids by rank and route."""
     gradients: tuple[Tensor, ...]
     """Gradients of bags as one or more matrices [B, columns], then one matrix [ids, D] per unpooled route."""
     unpooled_routes: tuple[int, ...]

@@ -103,7 +103,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self._last_backward_accumulates = NO_BACKWARD, False
         """Task id of the last backward pass that reached the tables, and whether its gradients are accumulated."""
         self.accumulated_dense: list[Tensor] = []
-        """Dense gradients of earlier backward passes of the step."""
         self._accumulated_segments: list[Callable[[], Sequence[GradientSegment]]] = []
         """Functions that return the row gradients of a backward pass, one segment per group. They may wait."""
         self._has_warned_of_capacity = False
@@ -127,7 +126,7 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
 
     @abstractmethod
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
-        """Prepare operators for the rows of each shard. Called if a lease returned other tensors than before."""
+        """Prepare operators for the rows of each shard, after a lease returned other tensors than before."""
 
     def _acquire_lease(
         self, flight: BatchContext[GroupStateT], looked_up: Sequence[tuple[int, Tensor]] = ()
@@ -154,7 +153,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self.has_offloaded_rows = bool(tiers.intersection(OFFLOADED_TIERS))
         """Whether any rank has offloaded shards, whose rows are acquired for one batch at a time."""
         self.lookahead = storage.resolve_lookahead(tiers)
-        """Number of batches whose rows are prefetched."""
 
     def prefetch(self, flight: BatchContext[GroupStateT]) -> bool:
         """Start to fetch the offloaded rows of a batch after its `input_dist`, while other batches are trained.
@@ -216,24 +214,16 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         stage_timer: StageTimer = null_timer,
         out_of_range_ids: OutOfRangeIds | None = None,
     ) -> BatchContext[GroupStateT]:
-        """Check the ids and start to send their counts to the owners of the rows.
+        """Check the ids and start to send their counts to the owners of the rows. Returns the batch in stage 'started'.
 
         Waits for a GPU only if ids are dropped.
 
-        Args:
-            kjt: Ids of this rank's slice. An exception is raised here in one process, and otherwise by `input_dist` on
-                all ranks as a MesetaError. An `ExhaustedInput` means that this rank has no batch left. All ranks know
-                this after `input_dist`.
-            step: Field of `BatchContext`, like the following parameters. By default, the collection determines it
-                later.
-            lr_factor: Factor of the learning rates.
-            local_totals: Totals of this rank's samples in the global batch.
-            accumulates_gradients: Whether the gradients are kept for a later micro-batch.
-            stage_timer: Timer of stages.
-            out_of_range_ids: Counter of out-of-range ids, instead of that of the collection.
+        `kjt` has the ids of this rank's slice. An exception is raised here in one process, and otherwise by
+        `input_dist` on all ranks as a MesetaError. An `ExhaustedInput` means that this rank has no batch left, which
+        all ranks know after `input_dist`.
 
-        Returns:
-            The batch, in stage 'started'.
+        The other parameters are fields of `BatchContext`. By default, the collection determines `step` later, and
+        `out_of_range_ids` is its counter.
         """
         flight: BatchContext[GroupStateT] = BatchContext(
             index=self._num_started,
@@ -335,7 +325,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     def _set_batch_slice(
         self, flight: BatchContext[GroupStateT], world: World, sizes: tuple[int, ...], totals: Sequence[BatchTotals]
     ) -> None:
-        """Set the slice of a batch, given the batch size and the totals of each rank."""
         step = self.step if flight.step is None else flight.step
         first = sum(rank_totals.num_samples for rank_totals in totals[: world.rank]) + flight.slice_offset
         flight.batch_slice = BatchSlice(world=world, step=step, batch_size_per_rank=sizes, offset=first)

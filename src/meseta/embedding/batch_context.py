@@ -65,7 +65,6 @@ class ExhaustedInput:
     # The header of the counts informs the other ranks.
 
     num_batches: int
-    """Number of batches that the rank has processed."""
     policy: str
 
     def to_header(self, device: torch.device) -> Int[Tensor, " 3"]:
@@ -109,7 +108,7 @@ class BatchContext(Generic[GroupStateT]):
     global_totals: BatchTotals | None = None
     """Totals of the global batch. `None` before `input_dist`."""
     exhausted_ranks: Mapping[int, ExhaustedInput] = field(default_factory=dict)
-    """Ranks without batches, by rank. All of them are known after `input_dist`."""
+    """Ranks without batches, all known after `input_dist`."""
     accumulates_gradients: bool | None = None
     """Whether gradients are kept for the last micro-batch. `None` means whether the backward pass runs in
     `accumulate_gradients`."""
@@ -164,13 +163,11 @@ class BatchContext(Generic[GroupStateT]):
         self.stage = stage
 
     def pop_embeddings(self) -> Sequence[Tensor]:
-        """Return the embeddings and drop the reference to them."""
         assert self.embeddings is not None
         embeddings, self.embeddings = self.embeddings, None
         return embeddings
 
     def pop_group_states(self) -> tuple[GroupStateT, ...]:
-        """Return the group states and drop the reference to them."""
         parts, self.group_states = self.group_states, ()
         return parts
 

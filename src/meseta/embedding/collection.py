@@ -257,7 +257,6 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         self._acquire_rows(flight)
 
     def _acquire_rows(self, flight: BatchContext[CheckedIds]) -> None:
-        """Acquire offloaded rows and replace ids by slots, unless this was done before."""
         if flight.lease is not None:
             return
         looked_up = []
@@ -302,7 +301,6 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
         weights = {shard.spec.name: shard_rows.weight for shard, shard_rows in zip(self.shards, rows, strict=True)}
         self._lookups = tuple(self._make_lookup(group, weights) for group in self.groups)
-        """One per group."""
         self._fused_shards = group_shards(self.shards, rows, self._gradient_layout)
 
     @cached_property
@@ -340,7 +338,6 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         )
 
     def _update(self, flight: BatchContext[CheckedIds]) -> None:
-        """Update the rows with the gradients of all micro-batches."""
         with flight.stage_timer("table_update"):
             whole, moved = merge_backward_passes([get_segments() for get_segments in self._accumulated_segments])
             self._discard_row_gradients()
@@ -354,8 +351,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
     def _update_clipped(
         self, flight: BatchContext[CheckedIds], clip: Clip, whole: OwnedIds, moved: Sequence[Tensor]
     ) -> None:
-        """Update the rows with clipped gradients. They are summed first, because `clip` needs the norm over all
-        rows."""
+        # The gradients are summed first, because `clip` needs the norm over all rows.
         assert flight.lease is not None
         places = [place for place in self._gradient_layout if self.shards[place.table].spec.optimizer.name != "frozen"]
         sums = sum_gradients(self.shards, flight.lease.rows, places, whole, moved)

@@ -66,7 +66,6 @@ class CountsExchange:
         self.hierarchical = HierarchicalExchange(routing, world, tables) if routing.is_hierarchical else None
         """Forwarding inside the host, or `None` if the exchange is flat."""
         self.first_hop_ranks = range(world.size) if self.hierarchical is None else self.hierarchical.cross_host_peers
-        """Ranks with which ids are exchanged in the first hop."""
         self.send_layout = routing.send_layout(world.rank)
         """Buckets that are sent to each rank in the first hop."""
         counts_at = [
@@ -160,7 +159,6 @@ class CountsExchange:
         values_by_rank: Mapping[int, Sequence[int]],
         values_by_peer: Mapping[int, Sequence[int]],
     ) -> tuple[RouteCounts, RouteCounts]:
-        """Return the number of ids and of rows per route, given local values, those of all ranks and those of peers."""
         ids, rows = dict[int, dict[int, tuple[int, ...]]](), dict[int, dict[int, tuple[int, ...]]]()
         stop = NUM_HEADER_FIELDS + len(hierarchical.host_buckets)
         for peer, peer_values in values_by_peer.items():
@@ -186,7 +184,6 @@ class CountsExchange:
     def _counts_by_owner(
         self, count: Callable[[BucketKey], int], owners: Sequence[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the counts of all routes of each owner."""
         ranks = range(self._world.size) if owners is None else owners
         return {owner: tuple(count(route.bucket) for route in self._routing.routes_by_owner[owner]) for owner in ranks}
 

@@ -22,7 +22,6 @@ class FeatureGroup:
         self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
         self.unpooled_features = tuple(f for f in self.features if f.pooling == "none")
         self.unpooled_indices = tuple(index for index, f in enumerate(self.features) if f.pooling == "none")
-        """Index within the group of each unpooled feature."""
         self.pooled_names = tuple(f.name for f in self.pooled_features)
         self.dims = tuple(tables[f.table].embedding_dim for f in self.features)
         self.pooled_dims = tuple(tables[f.table].embedding_dim for f in self.pooled_features)
@@ -86,7 +85,7 @@ class FeatureGroup:
         return KeyedTensor(keys=self.pooled_names, dims=self.pooled_dims, values=pooled)
 
     def to_jagged_tensors(self, ids: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
-        """Return the rows [nnz_f, D] of each unpooled feature by name."""
+        """Return the rows [nnz_f, D] of each unpooled feature."""
         return {
             f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
             for f, values in zip(self.unpooled_features, rows, strict=True)

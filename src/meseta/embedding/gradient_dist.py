@@ -38,7 +38,6 @@ class GradientDist:
     scale: float
 
     _wait_for_first_hop: Callable[[], InterHostGradients] | None = field(init=False, default=None)
-    """Waits for the first hop between hosts. `None` if there is none."""
     _pending: PendingCollective | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -56,9 +55,10 @@ class GradientDist:
         return self._pending.wait()
 
     def _send_to_owners(self, inter_host: InterHostGradients) -> PendingCollective:
-        """Start to send gradients of bags [B_local, columns] and of unpooled rows [ids, D] to all owners.
+        """Start to send gradients of bags [B_local, columns] and of unpooled rows [ids, D] to all owners, in the layout
+        of the embeddings.
 
-        Owners in this host also receive the gradients of partial bags. The layout is that of the embeddings.
+        Owners in this host also receive the gradients of partial bags.
         """
         routing, world, x, message_format = self.routing, self.world, self.input_dist, self.formats.direct
         ranks, host_ranks = range(world.size), routing.host_ranks(world.rank)
@@ -96,7 +96,6 @@ class GradientDist:
         )
 
     def _start_first_hop(self) -> Callable[[], InterHostGradients]:
-        """Start to send gradients to hosts. Returns a function that waits for the gradients of this host."""
         routing, x, message_format = self.routing, self.input_dist, self.formats.inter_host
         batch_size, hosts = x.batch_size_per_rank[self.world.rank], range(len(routing.host_widths))
         messages = [routing.cross_host_message(host, batch_size, x.ids_per_route.requested) for host in hosts]

@@ -40,7 +40,7 @@ class HierarchicalExchange:
         self.arrival_order = tuple(
             peer for host_rank in self.host_ranks for peer in routing.cross_host_peers(host_rank)
         )
-        """All ranks, in the order in which their counts and ids arrive. It is determined by the forwarding rank."""
+        """All ranks in the order in which their counts and ids arrive, as the forwarding rank determines it."""
         self.host_buckets = routing.host_buckets[self.host_index]
         """Buckets that ranks of this host look up, in the order in which peers send them."""
         self.num_peer_counts = self._message_length(self.host_buckets)
@@ -63,7 +63,6 @@ class HierarchicalExchange:
         return NUM_HEADER_FIELDS + len(slots) + len(self.select_row_buckets(slots))
 
     def _second_hop_positions(self) -> list[int]:
-        """Return the positions in the counts of all peers of the values for each rank of this host."""
         positions = {slot: NUM_HEADER_FIELDS + index for index, slot in enumerate(self.host_buckets)}
         row_positions = {
             slot: NUM_HEADER_FIELDS + len(self.host_buckets) + i

@@ -28,7 +28,6 @@ class PendingCounts:
     batch_tag: int
     """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
-    """Valid ids of all features of the group."""
     buckets: Buckets | None
     """Ids of row-sharded features, sorted by row range."""
     local_counts: Int[Tensor, " n"]
@@ -92,21 +91,19 @@ class InputDist:
     """Tag that identifies the batch and is equal on all ranks."""
     ids: KeyedJaggedTensor
     replicated_ids: KeyedJaggedTensor | None
-    """Ids of replicated rows, by feature, or `None` if no table is replicated."""
+    """Ids of replicated rows, by feature. `None` if no table is replicated."""
     bucketize_permute: dict[int, Int[Tensor, " nnz"]]
     """Original position of each sorted id within the ids of its feature, for unpooled row-sharded features."""
     distinct_rows: DistinctRows | None
     """Distinct rows of unpooled features, if each row is requested once."""
     batch_size_per_rank: tuple[int, ...]
     totals_per_rank: tuple[BatchTotals, ...]
-    """Totals of each rank in the global batch."""
     exhausted_ranks: Mapping[int, ExhaustedInput]
     ids_per_route: RouteCounts
     rows_per_route: RouteCounts
     """Number of rows that unpooled routes return. It differs from the number of ids if each distinct row is requested
     once."""
     range_counts: list[list[int]]
-    """Number of ids of this rank by feature and row range."""
     pending_ids: PendingCollective
     pending_weights: PendingCollective | None
     second_hop: tuple[PendingCollective, PendingCollective | None] | None = None
@@ -122,7 +119,6 @@ class InputDist:
         return sum(self.batch_size_per_rank)
 
     def wait(self) -> None:
-        """Block until lengths, ids and weights have arrived."""
         payload, weights = self.last_hop
         payload.wait()
         if weights is not None:
@@ -136,7 +132,6 @@ class OwnedIds:
     bags: Bags
     """Ids of each route, ordered by (global sample, position)."""
     lengths: Int[Tensor, " routes_times_B"]
-    """Number of ids per route and global sample."""
     sizes: tuple[int, ...]
     rows: Int[Tensor, " nnz"] | None = None
     """Row of each id, if the ids are cache slots. `None` if the ids are rows."""
@@ -237,12 +232,8 @@ def unpack_ids(
 ) -> OwnedIds:
     """Unpack received ids into one list per route, ordered by global sample.
 
-    Args:
-        x: State of the batch.
-        num_routes: Number of routes that this rank serves.
-        arrival: Ranks in the order of their data in `payload` and `weights`.
-        payload: Lengths and then ids of each rank.
-        weights: Weights of each rank, or `None`.
+    `arrival` has the ranks in the order of their data in `payload` (lengths and then ids) and `weights`, and
+    `num_routes` counts the routes that this rank serves.
     """
     k, counts = num_routes, [x.ids_per_route.served[r] for r in arrival]
     places = [arrival.index(rank) for rank in range(len(x.batch_size_per_rank))]

@@ -193,7 +193,6 @@ class MessageFormats(NamedTuple):
     direct: MessageFormat
     """Format between owners and requesting ranks. Its messages may have intra-host matrices."""
     inter_host: MessageFormat
-    """Format between cross-host peers."""
 
 
 def gradient_exponent(num_samples: int) -> int:

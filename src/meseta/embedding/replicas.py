@@ -98,7 +98,6 @@ class ReplicatedRows:
         return self.world.start_all_reduce(self._pad(sums), "replicas", coding)
 
     def _add_penalties(self, sums: ReplicaGradients, bags: Bags) -> None:
-        """Add the gradients of penalties for the lookups of this rank."""
         penalised = [shard.spec.optimizer.stepped_rows == "looked_up" for shard in self._trained_shards]
         if not any(penalised) or not bags.num_samples:
             return
@@ -134,7 +133,6 @@ class ReplicatedRows:
         return torch.cat(numbers)
 
     def _pad(self, sums: ReplicaGradients) -> Tensor:
-        """Copy the gradients to a buffer whose rows have whole blocks, if necessary, and return it."""
         whole = self._padded_gradients
         if self._padded_buffer is not sums.buffer:
             for gradient, blocks in zip(sums.gradients, whole, strict=True):
@@ -144,7 +142,6 @@ class ReplicatedRows:
         return self._padded_buffer
 
     def _unpad(self, received: Tensor, sums: ReplicaGradients) -> None:
-        """Copy received gradients without padding to `sums`."""
         if received is sums.buffer:
             return
         for gradient, blocks in zip(sums.gradients, self._padded_gradients, strict=True):
@@ -176,7 +173,6 @@ class ReplicatedRows:
             row_update(fused.group, lr(fused.spec), step, bags, gradients, found_inf)
 
     def _touched_rows(self, sums: ReplicaGradients) -> tuple[Bags, list[Tensor]]:
-        """Return the touched rows of each table as bags of one sample, and their gradients."""
         first_rows = list(accumulate((rank_counts.numel() for rank_counts in sums.rank_counts), initial=0))
         if self.selects_on_device:
             # Kernels skip ids of -1, so the host need not wait for the number of touched rows.

@@ -22,7 +22,6 @@ class Route:
     """Ids of one feature that are sent to one shard, and the rows that are returned."""
 
     feature: int
-    """Index of the feature in the group."""
     shard: Shard
     row_range: int
     """Index of the shard's row range within the table."""
@@ -89,7 +88,6 @@ class Routing:
     output_columns: dict[int, int]
     """First column of each pooled feature in the output of a lookup."""
     dims: tuple[int, ...]
-    """Number of columns of each feature's table."""
     ranks_per_host: int
     is_hierarchical: bool = False
     """Whether all data between hosts passes through the cross-host peer of the requesting rank."""
@@ -118,7 +116,6 @@ class Routing:
 
     @cached_property
     def reduces_within_host(self) -> bool:
-        """Whether any partial bags are added inside hosts."""
         return any(side.width for side in self.host_reduced)
 
     @property
@@ -318,14 +315,12 @@ class Routing:
 
     @cached_property
     def direct_columns(self) -> tuple[tuple[int, ...], ...]:
-        """Number of columns of each direct route of each owner."""
         return tuple(
             _route_widths(routes[: side.stop]) for routes, side in zip(self.routes_by_owner, self.direct, strict=True)
         )
 
     @cached_property
     def host_reduced_columns(self) -> tuple[tuple[int, ...], ...]:
-        """Number of columns of each route with partial bags of each owner."""
         sides = zip(self.routes_by_owner, self.host_reduced, strict=True)
         return tuple(_route_widths(routes[side.first : side.stop]) for routes, side in sides)
 
@@ -342,7 +337,6 @@ class Routing:
 
     @cached_property
     def host_bag_columns(self) -> tuple[tuple[int, ...], ...]:
-        """Number of columns of each piece in the whole bags of each host."""
         return tuple(tuple(stop - first for _, (first, stop) in columns) for columns in self.host_columns)
 
     def cross_host_message(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[MatrixLayout]:

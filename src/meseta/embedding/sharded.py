@@ -43,7 +43,6 @@ class GroupState:
     input_dist: InputDist = field(init=False)
     owned_ids: OwnedIds = field(init=False)
     output_dist: OutputDist | None = field(init=False, default=None)
-    """Embeddings in flight, or `None` if there are none."""
     gradients: Sequence[Tensor] = field(init=False)
     """Gradients of bags [B_local, sum of D], then of the rows of each unpooled feature, before they are sent."""
 
@@ -67,21 +66,14 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
     ) -> None:
         """Allocate the shards of this rank for the tables of `source`.
 
-        Raises MesetaError if the plan does not fit the tables or `world`.
-
-        Args:
-            source: Collection with the tables and features.
-            plan: Placement of the tables, and exchange algorithms.
-            world: Ranks of the plan.
-            comm: Codecs of exchanges.
-            storage: Memory limits for offloaded rows.
+        `comm` has the codecs of exchanges, and `storage` the memory limits for offloaded rows. Raises MesetaError if
+        `plan` does not fit the tables or `world`.
         """
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
         comm = comm or Communication()
         comm.check_dtype(self.tables[0].dtype)
         self.comm = comm
-        """Codecs of exchanges."""
         if any(comm.codec(direction).name == "fp16" for direction in DIRECTIONS):
             self.num_clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
         if plan.num_ranks != world.size:
@@ -126,7 +118,7 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
     def _start_input_dist(
         self, flight: BatchContext[GroupState], kjt: KeyedJaggedTensor | ExhaustedInput | Exception
     ) -> None:
-        """Sort the ids by owner, and start the exchange of counts. Waits for a GPU only if ids are dropped."""
+        # Waits for a GPU only if ids are dropped.
         checked: Sequence[CheckedIds | MesetaError]
         try:
             if isinstance(kjt, Exception):
@@ -151,7 +143,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         )
 
     def _check_supported(self, kjt: KeyedJaggedTensor) -> None:
-        """Raise MesetaError if a batch is too large, or needs gradients that are not computed here."""
         if kjt.values.numel() > MAX_INT32:
             raise MesetaError(
                 f"the batch must have at most {MAX_INT32} ids per rank, got {kjt.values.numel()}; use a smaller batch"
@@ -164,12 +155,10 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @property
     def local_share(self) -> float:
-        """Share of this rank in the samples of the active batch, see `batch_slice`."""
         batch_slice = self.batch_slice
         return 1.0 / self.world.size if batch_slice is None else batch_slice.local_share
 
     def input_dist(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Wait for the counts, raise errors on all ranks, and start to exchange lengths and ids."""
         flight.enter_stage("exchanged", after="started")
         with flight.drop_on_error():
             for state in flight.group_states:
@@ -191,7 +180,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         super().drop(flight)
 
     def lookup(self, flight: BatchContext[GroupState]) -> BatchContext[GroupState]:
-        """Look up the rows that this rank owns, and start to send them to the requesting ranks."""
         flight.enter_stage("looked up", after="exchanged")
         with flight.drop_on_error():
             exchanged = flight.group_states[0].input_dist
@@ -220,7 +208,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             self._acquire_rows(flight)
 
     def _acquire_rows(self, flight: BatchContext[GroupState]) -> None:
-        """Acquire offloaded rows and replace ids by slots, unless this was done before."""
         if flight.lease is not None:
             return
         looked_up = []
@@ -259,7 +246,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
                     state.lookup.start_second_hop(state.input_dist, state.output_dist)
 
     def _assemble_embeddings(self, flight: BatchContext[GroupState]) -> Sequence[Tensor]:
-        """Return the embeddings of this rank's samples from the data of all owners."""
         each = [
             state.lookup.output_dist(state.input_dist, state.output_dist)
             for state in flight.group_states
@@ -305,7 +291,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         replicated: PendingCollective | None,
         take: Callable[[], list[GradientSegment]],
     ) -> None:
-        """Update each shard once with the gradients of all micro-batches."""
         received = [*(get_segments() for get_segments in self._accumulated_segments), take()]
         flight.pre_update_hook()
         with flight.stage_timer("table_update"):
@@ -329,7 +314,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             ]
 
     def _replica_segments(self, states: Sequence[GroupState], scale: float = 1.0) -> list[GradientSegment]:
-        """Return the gradients of replicated rows times `scale`, for each group that has such rows."""
         segments = []
         for state in states:
             scaled = state.gradients if scale == 1.0 else [gradient * scale for gradient in state.gradients]
@@ -380,7 +364,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @cached_property
     def _gradient_layout(self) -> tuple[FeatureGradient, ...]:
-        """Position of the gradients of each route, ordered by feature as in one process."""
         places_by_feature: dict[int, list[FeatureGradient]] = {}
         position = matrix = 0
         for look in self.lookups:
@@ -391,7 +374,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
 
     @cached_property
     def _staged_shards(self) -> frozenset[int]:
-        """Column shards whose optimizers need sums over whole rows."""
         return frozenset(
             index
             for index, shard in enumerate(self.shards)
@@ -399,7 +381,6 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         )
 
     def _update_staged(self, flight: BatchContext[GroupState], owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
-        """Update column shards. Ranks exchange row statistics between the stages."""
         if not self.num_stat_exchanges:
             return
         assert flight.lease is not None

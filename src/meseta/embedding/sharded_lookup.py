@@ -96,7 +96,6 @@ class ShardedLookup:
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.routes_by_owner[world.rank]
         self.tables = tuple(dict.fromkeys(feature.table for feature in group.features))
-        """Names of the tables in error messages of exchanges."""
         self._rows: Mapping[Shard, TableRows] = {}
         self._counts_exchange = CountsExchange(self.routing, world, self.tables, len(group.features))
         self._hierarchical = self._counts_exchange.hierarchical
@@ -108,9 +107,7 @@ class ShardedLookup:
         owned, replicated = self.routing.routes_by_owner[self.world.rank], self.routing.pooled_replicated
         sides = (self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank])
         self._lookup_groups = {side: self._make_lookup_group(owned[side.first : side.stop]) for side in sides}
-        """Operator arguments for the direct bags and the partial bags that this rank owns."""
         self._replicated_lookup_group = self._make_lookup_group(replicated)
-        """Operator arguments for the pooled features with replicated rows."""
 
     def _make_lookup_group(self, routes: Sequence[Route]) -> LookupGroup:
         weighted = tuple(self.group.features[route.feature].weighted for route in routes)
@@ -142,7 +139,6 @@ class ShardedLookup:
         )
 
     def _refused_batch(self) -> CheckedIds:
-        """Return a batch without samples, whose header marks it as rejected."""
         keys = tuple(f.name for f in self.group.features)
         first_error = torch.tensor([BATCH_REJECTED, 0, 0], device=self.world.device)
         ids = KeyedJaggedTensor(keys=keys, values=first_error[:0], lengths=first_error[:0])
@@ -193,7 +189,6 @@ class ShardedLookup:
         )
 
     def _check_headers(self, x: PendingCounts, headers: Sequence[CountsHeader]) -> None:
-        """Raise MesetaError on all ranks if a rank has another batch, or ids were rejected."""
         diverged = [rank for rank, header in enumerate(headers) if header.batch_tag != headers[0].batch_tag]
         if diverged:
             raise MesetaError(
@@ -275,7 +270,6 @@ class ShardedLookup:
         whole: Sequence[Tensor],
         local_bags: Tensor | None,
     ) -> Tensor:
-        """Return pooled embeddings [B_local, sum of D] from the bags of owners and hosts and the replicated bags."""
         batch_size, routing = x.batch_size_per_rank[self.world.rank], self.routing
         pooled = empty((batch_size, routing.output_width), self.dtype, self.world.device)
         local = [] if local_bags is None else [local_bags]
@@ -305,7 +299,6 @@ class ShardedLookup:
         views_by_owner: Sequence[Sequence[Tensor]],
         messages: Sequence[MessageLayout],
     ) -> RouteRows:
-        """Return the rows of each unpooled route from the messages of owners."""
         rows_by_route = RouteRows()
         for r, (views, message) in enumerate(zip(views_by_owner, messages, strict=True)):
             for i, (view, matrix) in enumerate(zip(views[2:], message[2:], strict=True)):
@@ -315,10 +308,8 @@ class ShardedLookup:
     def _lookup_and_send(
         self, x: InputDist, owned: OwnedIds, message_format: MessageFormat, expected: Sequence[int]
     ) -> PendingCollective:
-        """Look up the rows that this rank owns, and start to send them.
-
-        `expected` are the sizes of the received messages.
-        """
+        """Look up the rows that this rank owns, and start to send them. `expected` are the sizes of the received
+        messages."""
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._lookup_bags(x, owned, direct)
@@ -381,7 +372,6 @@ class ShardedLookup:
         ]
 
     def _check_distinct_counts(self, actual: Sequence[int], announced: Sequence[Sequence[int]]) -> None:
-        """Raise MesetaError if a rank announced another number of distinct rows than its ids have."""
         for place, (number, expected) in enumerate(
             zip(actual, (n for route_counts in announced for n in route_counts), strict=True)
         ):
@@ -393,7 +383,6 @@ class ShardedLookup:
                 )
 
     def _lookup_bags(self, x: InputDist, owned: OwnedIds, side: RouteRange) -> Tensor:
-        """Look up the bags [B_global, columns] of the routes of one matrix."""
         if side.first == side.stop:
             return torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
         bags = owned.route_bags(side)
@@ -408,13 +397,11 @@ class ShardedLookup:
         return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
 
     def _lookup_replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
-        """Look up the replicated rows [nnz_f, D] of an unpooled feature."""
         [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
         values = replicated[self.group.features[feature].name].values
         return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
 
     def _expected_messages(self, x: InputDist) -> list[list[MatrixLayout]]:
-        """Return the layouts of the messages from all owners to this rank."""
         rank, ranks = self.world.rank, range(self.world.size)
         host_ranks = ranks if self._hierarchical is None else self._hierarchical.host_ranks
         through = {r: x.rows_per_route.forwarded_to(r) if r in host_ranks else {} for r in ranks}
@@ -425,7 +412,6 @@ class ShardedLookup:
         return [nothing] * len(self.routing.host_widths)
 
     def _assemble_unpooled(self, x: InputDist, feature: int, rows: RouteRows) -> Tensor:
-        """Return the rows [nnz_f, D] of an unpooled feature in the order of the batch."""
         ranges, is_distinct = [], x.distinct_rows is not None and feature in x.distinct_rows.rows
         for number, pieces in enumerate(self.routing.routes_by_range[feature]):
             if not pieces:
@@ -439,7 +425,6 @@ class ShardedLookup:
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
 
     def _lookup_replicated_range(self, x: InputDist, feature: int, number: int, is_distinct: bool) -> Tensor:
-        """Look up a replicated row range of an unpooled feature, for each id or for each distinct row."""
         assert x.replicated_ids is not None
         if x.distinct_rows is None or not is_distinct:
             return self._lookup_replicated_rows(x.replicated_ids, feature)
@@ -478,13 +463,8 @@ class ShardedLookup:
     ) -> dict[int, list[FeatureGradient]]:
         """Return the positions of the gradients of each feature's routes in the segment of `finish_gradient_dist`.
 
-        Args:
-            by_shard: Index of each shard of this rank.
-            position: Index of the first route of this group.
-            matrix: Index of the first matrix of this group.
-
-        Returns:
-            Positions by the feature's index in the collection.
+        Keys are indices of features in the collection. `by_shard` has the index of each shard of this rank. `position`
+        and `matrix` are the indices of the first route and matrix of this group.
         """
         direct, host_reduced = self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank]
         places: dict[int, list[FeatureGradient]] = {}

@@ -22,7 +22,7 @@ from meseta.spec.tiers import StorageOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
-"""Ways to place dense parameters: a copy on each rank, or sharded by FSDP."""
+"""Placement of dense parameters: a copy on each rank, or sharded by FSDP."""
 
 
 def shard(

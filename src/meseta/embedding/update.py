@@ -24,7 +24,6 @@ class FusedShards:
     """Shards with the same row optimizer that one operator call updates."""
 
     spec: TableSpec
-    """Spec of one of the tables. All of them have the same optimizer."""
     group: UpdateGroup
 
 
@@ -168,7 +167,6 @@ class RowGradient:
     """Gradient of the touched rows of one shard."""
 
     rows: Int[Tensor, " U"]
-    """Touched rows in ascending order."""
     gradient: Float[Tensor, "U D"]
 
 
@@ -246,15 +244,9 @@ def update_rows(
 ) -> None:
     """Update the touched rows of each shard once in place. No row is updated if `found_inf` is nonzero.
 
-    Args:
-        shards: Shards to update.
-        rows: Acquired rows of each shard.
-        gradients: Gradients of the touched rows of each shard.
-        hypers: Hyperparameters of each shard.
-        gather_stats: Turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of
-            whole rows. Called on all ranks in each of the first `num_exchanges` stages.
-        num_exchanges: Number of stages with an exchange.
-        found_inf: Flag that prevents the update.
+    `rows` are the acquired rows of each shard, `gradients` those of the touched rows, and `hypers` the hyperparameters.
+    `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
+    rows. It is called on all ranks in each of the first `num_exchanges` stages.
     """
     # Statistics are exchanged in the order of rows, because the slots of rows may differ between ranks.
     touched = [

@@ -6,4 +6,4 @@ import os
 from collections.abc import MutableMapping
 
 environ: MutableMapping[str, str] = os.environ
-"""Current environment variables of this process. Changes apply to the process and its children."""
+"""Environment variables of this process and of children that it starts."""

@@ -27,7 +27,6 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MAX_DOCUMENT_VALUES = 1_000_000
 """Maximum number of values in a document, counted by commas and opening brackets."""
 MAX_DOCUMENT_DEPTH = 64
-"""Maximum nesting depth of a document."""
 # Names, digests and states of random generators are far shorter.
 MAX_STRING_LENGTH = 1 << 20
 """Maximum number of characters of a string in a document."""
@@ -35,13 +34,11 @@ MAX_STRING_LENGTH = 1 << 20
 MAX_NUMBER_LENGTH = 250
 """Maximum number of characters of a number in YAML."""
 MAX_INTEGER_BITS = 1000
-"""Maximum number of bits of an integer in JSON."""
 DEVICE_BLOCK_SIZES = (512, 1024, 2048, 4096)
 """Possible logical block sizes of disks, in bytes."""
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
 # Leaves space for a prefix and a suffix, also on file systems that encrypt names.
 _MAX_STEM_BYTES = 150
-"""Maximum length of a result of `to_file_name`."""
 _SPECIAL_FILE_KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -242,16 +239,10 @@ def count_json_values(content: bytes) -> int:
 
 
 def parse_json(content: bytes, *, finite: bool = True, max_values: int = MAX_DOCUMENT_VALUES) -> Any:
-    """Parse an untrusted JSON text.
+    """Parse an untrusted JSON text in UTF-8. `finite` rejects inf and nan.
 
-    Args:
-        content: UTF-8 text.
-        finite: Whether to reject inf and nan.
-        max_values: Maximum number of values.
-
-    Raises:
-        ValueError: The text is not JSON, has a duplicate key or an unpaired surrogate, or exceeds `max_values`,
-            `MAX_STRING_LENGTH`, `MAX_INTEGER_BITS` or `MAX_DOCUMENT_DEPTH`.
+    Raises ValueError if the text is not JSON, has a duplicate key or an unpaired surrogate, or exceeds `max_values`,
+    `MAX_STRING_LENGTH`, `MAX_INTEGER_BITS` or `MAX_DOCUMENT_DEPTH`.
     """
     if count_json_values(content) > max_values:
         raise ValueError(f"it has more than {max_values:,} values")

@@ -17,7 +17,6 @@ LOCK_FILE = ".lock"
 
 # NFS returns EBADF for a folder.
 _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-"""Errors of flock(2) on file systems without locks."""
 
 
 def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
@@ -43,9 +42,7 @@ class FolderLock:
     def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None) -> None:
         """Create a lock without acquiring it.
 
-        Args:
-            folder: Folder to lock.
-            in_use: Function from the lock's holder to an error message, for the case that the folder is locked.
+        `in_use` is a function from the lock's holder to an error message.
         """
         self._path = folder / LOCK_FILE
         self._format_refusal = in_use or f"{str(folder)!r} is in use by {{}}; wait until it has ended".format

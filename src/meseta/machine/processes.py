@@ -25,7 +25,6 @@ from meseta.machine.environment_variables import environ
 from meseta.machine.kernel import raise_oom_score
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that request the end of a process."""
 # The kernel truncates longer names in /proc/PID/comm.
 _MAX_NAME_BYTES = 15
 _scratch_files: dict[Path, int] = {}
@@ -47,12 +46,8 @@ def fork(
     that this process can report it. Call this function before OpenMP has started threads, because they do not survive a
     fork. Threads that only wait are allowed.
 
-    Args:
-        work: Function to run.
-        name: Name of the process in `top`, truncated to 15 bytes.
-        extra_environ: Environment variables to add.
-        stdout_fd: Descriptor that becomes the child's standard output.
-        stderr_fd: Descriptor that becomes the child's standard error.
+    `name` is shown in `top`, truncated to 15 bytes. `extra_environ` is added to the environment. The descriptors
+    `stdout_fd` and `stderr_fd` replace standard output and error of the child.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,7 +20,6 @@ _X86_LEVELS = (
 """Instruction sets of x86 with the CPU flags that they need. Each includes the preceding ones."""
 _ARM_LEVELS = (("NEON", ("asimd",)), ("NEON BF16", ("bf16",)))
 _BFLOAT16_LEVELS = frozenset({"AVX-512 BF16", "AMX", "NEON BF16"})
-"""Instruction sets with bfloat16 products."""
 _ATEN_LEVEL_LIMITS = {"default": 0, "avx2": 1}
 """Number of `_X86_LEVELS` that a value of ATEN_CPU_CAPABILITY allows. Other values allow all."""
 _ONEDNN_LEVEL_LIMITS = {

@@ -138,11 +138,8 @@ def wrap_remote_errors(
 ) -> Iterator[None]:
     """Context manager that converts errors of file systems to MesetaError, or StorageError if an access failed.
 
-    Args:
-        what: Kind of object for the message, such as "source".
-        url: URL of the object.
-        verb: Participle for the message "cannot be `verb`", such as "read".
-        passthrough: Exceptions that are not converted.
+    The message names `what` (such as "source") and `url`, which "cannot be `verb`" (such as "read"). Exceptions in
+    `passthrough` are not converted.
     """
     # Each file system of fsspec has its own exceptions.
     try:
@@ -315,7 +312,6 @@ _PERMANENT_ERRORS = (
     NotADirectoryError,
     ImportError,
 )
-"""OSErrors for which a request is not retried."""
 _PERMANENT_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
@@ -388,12 +384,10 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """Last component of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """Folder that contains this file or folder."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def check_installed(self) -> None:
@@ -401,7 +395,6 @@ class RemotePath:
         _checked_filesystem(self.url)
 
     def exists(self) -> bool:
-        """Whether the file or folder exists."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:

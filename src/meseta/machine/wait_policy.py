@@ -13,7 +13,6 @@ DEFAULT_SPIN_COUNT = 300_000
 """Iterations that a waiting thread spins before it sleeps, some milliseconds. It is the default of GNU's runtime."""
 # With more threads than processors, 'passive' never spins (libgomp's manual, GOMP_SPINCOUNT).
 WAIT_POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": str(DEFAULT_SPIN_COUNT)}
-"""Environment variables of the default wait policy."""
 # KMP_BLOCKTIME belongs to the runtimes of LLVM and Intel.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables with which users choose a wait policy."""

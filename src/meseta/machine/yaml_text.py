@@ -18,7 +18,7 @@ _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys. PyYAML keeps the last one."""
+    # PyYAML keeps the last of several equal keys.
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -65,7 +65,7 @@ def _write_addresses(out, a, b, c, d, e, f, g):
 def find_last_at_most(values, first, count, wanted, live):
     """Find the last index in [first, first + count) whose value is at most `wanted`.
 
-    Values must be sorted in ascending order, and the first one must be at most `limit`.
+    Values must be sorted in ascending order, and the first one must be at most `wanted`.
     """
     low, high = first, first + count
     width = count

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 BLOCK_BYTES = 32 << 20
-"""Maximum size of a block. In one exchange round, a rank receives at most as much, and sends at most as much to each
-other rank."""
+"""Maximum size of a block, and of the data that a rank receives, or sends to one other rank, in an exchange round."""
 # The disk writes some rounds while others are checksummed.
 NUM_PENDING_WRITES = 4
-"""Maximum number of concurrent checkpoint writes per rank. Each writes the blocks of one exchange round."""
+"""Maximum number of concurrent checkpoint writes per rank, each of the blocks of one exchange round."""
 # The disk reads some blocks while others are checksummed.
 NUM_PARALLEL_READS, NUM_PARALLEL_CHAIN_READS = 6, 3
 """Maximum number of blocks read concurrently. `NUM_PARALLEL_READS` is for unquantized blocks of one file.

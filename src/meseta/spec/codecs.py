@@ -54,7 +54,6 @@ class Codec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the codec is lossless."""
         return self.name == "fp32"
 
     @property
@@ -95,7 +94,6 @@ CODECS: dict[CodecName, Codec] = {
     codec.name: codec
     for codec in (FP32, Codec("fp16", 2), Codec("bf16", 2), Codec("fp8", 1, 2, 448.0), Codec("int8", 1, 2, 127.0))
 }
-"""All codecs by name."""
 
 Precision = Literal["fp32", "paper", "fp16", "bf16", "fp8", "int8"]
 Direction = Literal["forward", "backward", "dense"]
@@ -157,15 +155,15 @@ class Communication:
         # Tables of float64 are for verification, which rounding would defeat.
         if dtype == "float64" and not self.is_lossless:
             raise MesetaError(
-                "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use float32 "
-                "tables"
+                "comm: tables of dtype float64 cannot be used with a codec; set precision to 'fp32', or use "
+                "float32 tables"
             )
 
 
 def all_reduce_algorithm(
     exchange: ExchangeAlgorithm | None, dense_exchange: CrossHostAlgorithm | None, codec: Codec
 ) -> AllReduceAlgorithm:
-    """Return the all-reduce algorithm for these settings. With a lossy codec it is always `twins`."""
+    """Return the all-reduce algorithm for these settings."""
     if not codec.is_lossless:  # Codecs encode the sums of hosts, which only a hierarchical all-reduce computes.
         return "twins"
     if exchange == "flat":

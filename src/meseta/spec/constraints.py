@@ -44,7 +44,6 @@ class PinnedPlacement:
     """Tables of an earlier plan whose placement is kept."""
 
     plan: str
-    """Path of the earlier plan."""
     tables: tuple[str, ...] = ("*",)
     """Names or patterns of the tables to keep in place. If a table has grown, its last shard takes the new rows. If
     memory runs out, as few kept bytes as possible are moved."""
@@ -82,7 +81,7 @@ class Constraints:
             _check_min("max_tables_per_rank", self.max_tables_per_rank, 1)
 
     def rule(self, table: str) -> TableRule:
-        """Return the combined rule for one table. See `tables` for the precedence of rules."""
+        """Return the combined rule for one table, by the precedence of `tables`."""
         named = [rule for pattern, rule in self.tables.items() if pattern != table and fnmatchcase(table, pattern)]
         named += [self.tables[table]] if table in self.tables else []
         options: dict[str, Any] = {}
@@ -203,7 +202,6 @@ def _check_min(name: str, number: int, least: int) -> None:
 
 
 def _wrap_scalars(rule: Any) -> Any:
-    """Wrap scalar values of a rule in lists. Users may write `sharding: row_wise`."""
     if not isinstance(rule, Mapping):
         return rule
     return {key: [value] if isinstance(value, str | int) else value for key, value in rule.items()}

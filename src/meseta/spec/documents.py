@@ -108,8 +108,6 @@ def _is_required(entry: Field[Any]) -> bool:
 
 
 def _parse_value(owner: str, path: str, kind: Any, value: Any) -> Any:
-    """Convert a value to `kind`: a dataclass, enum, Literal or scalar, or a tuple, mapping or union with None of
-    these."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         [kind] = [one for one in inner if one is not type(None)]

@@ -83,7 +83,6 @@ class Float32Array:
 
 
 Network = Mapping[str, Float32Array]
-"""Arrays of one network by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,9 @@ class NeuralCost:
     """
 
     lookup: Network
-    """Network for lookups, with the arrays of `SHARD_ARRAYS`."""
     update: Network
-    """Network for table updates, with the arrays of `SHARD_ARRAYS`."""
     collectives: Mapping[int, Network] = field(default_factory=dict)
-    """Networks for collectives inside one host, by number of devices, with the arrays of `COLLECTIVE_ARRAYS`."""
+    """Networks for collectives inside one host, by number of devices."""
     source: str = ""
     """Command, date and extent of the measurements that the networks were trained on."""
 

@@ -31,7 +31,7 @@ USED_FIELDS: dict[str, tuple[str, ...]] = {
     "rmsprop": (*_COMMON_FIELDS, *_DECAY_FIELDS, "eps", "alpha", "momentum"),
     "frozen": (),
 }
-"""Fields that each row optimizer uses, by its name. A custom optimizer may use all fields."""
+"""Fields that each row optimizer uses. A custom optimizer may use all fields."""
 COUPLED_DECAY_OPTIMIZERS = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
 """Row optimizers that can add weight decay and L1 penalties to the gradient."""
 
@@ -89,9 +89,9 @@ class OptimizerSpec:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Hyperparameters of a custom optimizer. All values must be JSON types."""
     element_states: int = 0
-    """Number of state values per element of a custom optimizer. The planner uses it to predict memory."""
+    """Number of state values per element of a custom optimizer, to predict memory."""
     row_states: int = 0
-    """Number of state values per row of a custom optimizer. The planner uses it to predict memory."""
+    """Number of state values per row of a custom optimizer, to predict memory."""
 
     @property
     def is_custom(self) -> bool:
@@ -170,7 +170,6 @@ class OptimizerSpec:
         object.__setattr__(self, "options", dict(self.options))
 
     def _check_unused_fields(self, owner: str) -> None:
-        """Raise MesetaError if a field without effect was set."""
         used = USED_FIELDS[self.name]
         for entry in fields(self):
             default = {} if entry.name == "options" else entry.default

@@ -53,7 +53,6 @@ def check_tiling(table: TableSpec, entry: TablePlan) -> None:
 
 
 def _is_tiling(table: TableSpec, shards: Sequence[Shard]) -> bool:
-    """Whether the shards tile the table, without overlaps and with aligned columns."""
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
         ranges.setdefault(shard.rows, []).append(shard)
@@ -69,7 +68,6 @@ def _is_tiling(table: TableSpec, shards: Sequence[Shard]) -> bool:
 
 
 def _is_contiguous(spans: Sequence[tuple[int, int]], last: int) -> bool:
-    """Whether non-empty spans cover 0 to `last` without gaps or overlaps."""
     ends = [0, *(stop for _, stop in spans)]
     return ends[-1] == last and all(a == end and a < b for (a, b), end in zip(spans, ends, strict=False))
 
@@ -124,7 +122,6 @@ def _check_replica(where: str, shard: Shard, table: TableSpec, num_ranks: int) -
 
 PLAN_FORMAT = "meseta.plan/1"
 OPTIONAL_PLAN_KEYS = ("devices_per_host", "exchange", "dense_exchange")
-"""Optional keys of a plan document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +286,6 @@ def _check_cache_rows(shard: Shard) -> None:
 
 
 def _check_tiers(table: TableSpec, entry: TablePlan) -> None:
-    """Raise MesetaError if a shard is in a tier that its sharding type or row optimizer does not support."""
     for shard in entry.shards:
         where = f"plan: table {table.name!r} has shards in tier {shard.tier!r}"
         if shard.tier == HBM:

@@ -13,7 +13,6 @@ from meseta.spec.tables import ELEMENT_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
 PLAN_FILE = "plan.json"
-"""File name of the plan in a run folder."""
 PLAN_KEYS = ("format", "num_ranks", *OPTIONAL_PLAN_KEYS, "tables")
 TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
 SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
@@ -93,7 +92,6 @@ def rank_mismatch_reason(document: Mapping[Any, Any], num_ranks: int) -> str | N
 
 
 def _named_ranks(entry: Any) -> list[int]:
-    """Return the ranks in the entry of a table and in its shards."""
     if not isinstance(entry, Mapping):
         return []
     shards, ranks = entry.get("shards"), entry.get("ranks")
@@ -104,7 +102,6 @@ def _named_ranks(entry: Any) -> list[int]:
 
 
 def _table_spec(name: str, entry: object) -> TableSpec:
-    """Infer the size of a table from its shards."""
     try:
         shards = entry["shards"]  # type: ignore[index]
         rows, columns = (max(int(shard[key][1]) for shard in shards) for key in ("rows", "columns"))
@@ -116,7 +113,7 @@ def _table_spec(name: str, entry: object) -> TableSpec:
 
 
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
-    """Parse the entry of one table. Adds the bytes of its shards to `held_bytes`, which has one element per rank."""
+    """Parse the entry of one table, and add the bytes of its shards to `held_bytes` of their ranks."""
     where = f"plan: table {table.name!r}"
     check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):

@@ -13,7 +13,8 @@ from meseta.spec.tiers import HBM
 
 MAX_RANKS = 1 << 16
 COLUMN_BLOCK = 16
-"""Column shards start at multiples of this number of columns. Row statistics are accumulated in blocks of this size."""
+"""Number of columns in a block. Column shards start at multiples of it, and row statistics are accumulated per
+block."""
 
 
 class ShardingType(enum.StrEnum):
@@ -38,7 +39,6 @@ class ShardingType(enum.StrEnum):
 
 
 HOST_REDUCED_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
-"""Sharding types whose partial bags are summed inside a host."""
 SINGLE_HOST_TYPES = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
 """Sharding types that place all shards of a table on one host."""
 
@@ -109,15 +109,11 @@ def shard_table(
 
     Row shards are contiguous, and column shards consist of blocks of 16 columns. If there are fewer rows or blocks than
     ranks (for grid, than hosts), the last ranks get no shard.
-    Raises MesetaError if `ranks` is empty, table_wise has several ranks, or `hot_rows` does not fit the sharding type.
 
-    Args:
-        table: Table to shard.
-        sharding: Sharding type.
-        ranks: Ranks that own the shards.
-        num_ranks: For hot_replicated, number of ranks that replicate the hot rows. `None` means `ranks`.
-        devices_per_host: For grid, number of ranks per host. `None` means that all ranks share one host.
-        hot_rows: For hot_replicated, number of replicated rows.
+    For hot_replicated, `num_ranks` ranks (by default all of `ranks`) replicate the first `hot_rows` rows. For grid,
+    `devices_per_host` is the number of ranks per host, and `None` means that all ranks share one host.
+
+    Raises MesetaError if `ranks` is empty, table_wise has several ranks, or `hot_rows` does not fit the sharding type.
     """
     where = f"plan: table {table.name!r} ({sharding})"
     if not ranks:

@@ -19,7 +19,6 @@ TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
 DenseDtype = Literal["float32", "bfloat16"]
 """Type of dense activations. 'bfloat16' enables mixed precision. 'float32' uses the type of the embeddings."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per element of a row, by `TableDtype`."""
 MAX_VALUE = {"float64": sys.float_info.max, "float32": 3.4028234e38, "float16": 65504.0, "bfloat16": 3.3895313e38}
 """Largest finite value, by `TableDtype`."""
 InitKind = Literal["uniform", "normal", "constant"]
@@ -83,8 +82,8 @@ class TableSpec:
     embedding_dim: int
     """Number of columns, for example 64."""
     dtype: TableDtype = "float32"
-    """Type of stored rows. Arithmetic and optimizer state are float32, and 16-bit rows are rounded stochastically. Only
-    'float64', which is meant for verification, also computes in float64."""
+    """Type of stored rows. Arithmetic and optimizer state are float32, and 16-bit rows are rounded stochastically.
+    'float64' also computes in float64, for verification."""
     init: InitSpec = field(default_factory=InitSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
 
@@ -109,7 +108,7 @@ class FeatureSpec:
     """Unique name, which is the key in the `KeyedJaggedTensor`."""
     table: str
     pooling: Pooling = "sum"
-    """Reduction of the rows of a bag. 'none' returns one row per id. An empty bag is pooled to zeros."""
+    """Reduction of the rows of a bag, zeros for an empty bag. 'none' returns one row per id."""
     weighted: bool = False
     """Whether each id has a weight that multiplies its row before pooling. Mean pooling still divides by the number of
     ids."""
@@ -117,8 +116,8 @@ class FeatureSpec:
     """Handling of ids outside 0..num_embeddings-1: raise an error, drop the id, clamp it to the nearest valid row, or
     hash it into the table. All policies except 'error' count such ids."""
     batch: str = ""
-    """Name of the feature group. All features of a group have the same batch size, for example the number of distinct
-    users. The group '' has one entry per sample of the loss."""
+    """Name of the feature group, whose features have the same batch size, such as the number of distinct users. The
+    group '' has one entry per sample of the loss."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)

@@ -27,7 +27,6 @@ CACHED: Final = "cached"
 DISK: Final = "disk"
 """Tier on a local disk with a row cache in host DRAM."""
 OFFLOADED_TIERS: tuple[Tier, ...] = (CACHED, DISK)
-"""Tiers with a backing store and a row cache."""
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
 DEFAULT_DISK_LOOKAHEAD = 2
 """Default number of batches for which rows are prefetched from disk."""
@@ -64,12 +63,12 @@ def rows_per_part(record_bytes: int, part_bytes: int = ROW_FILE_PART_BYTES) -> i
 
 
 class MemoryShares(NamedTuple):
-    """Memory that a shard uses in one of `MEMORIES`, as factors for each tier."""
+    """Factors for the memory that a shard uses in one of `MEMORIES`, by tier in the order of `TIERS`."""
 
     all_rows: tuple[float, ...]
-    """Factors for the size of all rows and their optimizer states, in the order of `TIERS`."""
+    """Factors for the size of all rows and their optimizer states, by tier."""
     cached_rows: tuple[float, ...]
-    """Factors for the size of the cached rows and their optimizer states, in the order of `TIERS`."""
+    """Factors for the size of the cached rows and their optimizer states, by tier."""
 
 
 def memory_shares(*, is_cpu: bool) -> dict[Memory, MemoryShares]:

@@ -165,14 +165,12 @@ class Transfer:
     parts: tuple[TransferPart, ...]
     """Parts of the transfer, with the bytes of all calls of a step together."""
     num_calls: int = 1
-    """Number of calls per step."""
     sends_to_owners: bool = True
     """Whether data is sent from the ranks of the samples to the owners of the rows, and not in the opposite
     direction."""
 
     @property
     def is_reduction(self) -> bool:
-        """Whether the transfer is an all-reduce or a reduce-scatter."""
         return any(
             part.collective in ("sum", "host sum", "hosts sum", "hosts chain", "host scatter") for part in self.parts
         )
@@ -188,7 +186,6 @@ class Transfer:
 
     @property
     def depends_on_plan(self) -> bool:
-        """Whether the size of the transfer depends on the plan."""
         return self.parts[0].unit != "step"
 
 
@@ -280,18 +277,11 @@ def step_transfers(
     exchange: ExchangeAlgorithm | None = None,
     dense_exchange: CrossHostAlgorithm | None = None,
 ) -> tuple[Transfer, ...]:
-    """List the transfers of one training step, in the order in which they start.
+    """List the transfers of one training step, in the order in which they start. Empty on a single rank.
 
-    Args:
-        workload: Tables, features and dense part. The batch size matters only if the loss needs the global batch.
-        plan: Placement of the tables. `None` lists the transfers that any plan could need.
-        num_ranks: Number of ranks.
-        ranks_per_host: Number of ranks per host.
-        exchange: Algorithm for exchanging ids, embeddings and their gradients. `None` uses that of the plan.
-        dense_exchange: Algorithm of all-reduces between hosts. `None` uses that of the plan.
-
-    Returns:
-        Transfers of a step. Empty on a single rank.
+    The batch size of `workload` matters only if the loss needs the global batch. Without a plan, all transfers that any
+    plan could need are listed. `exchange` is the algorithm for ids, embeddings and their gradients, and
+    `dense_exchange` that of all-reduces between hosts. `None` uses those of the plan.
     """
     if num_ranks == 1:
         return ()
@@ -335,8 +325,6 @@ def step_transfers(
 
 @dataclass(frozen=True)
 class _StepTransfers:
-    """Settings that determine the transfers of a step."""
-
     tables: Sequence[TableSpec]
     features: Sequence[FeatureSpec]
     plan: Plan | None
@@ -517,7 +505,6 @@ class _StepTransfers:
 
     @property
     def num_batch_groups(self) -> int:
-        """Number of feature groups, each with its own batch size."""
         return len({feature.batch for feature in self.features})
 
     @property
@@ -549,7 +536,7 @@ class _StepTransfers:
 
     @property
     def sharded_module_bytes(self) -> list[int]:
-        """Bytes per rank of each sharded module. The first dimension of its parameters is padded for equal shards."""
+        """Bytes per rank of each sharded module, padded for equal shards of the first dimension of its parameters."""
         return [
             sum(-(-first // self.ranks_per_host) * math.prod(others) for first, *others in shapes)
             * self.dense.element_bytes

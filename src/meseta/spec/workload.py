@@ -171,8 +171,6 @@ class _WorkloadTable:
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkloadFeature:
-    """Feature entry of a workload document."""
-
     table: str
     pooling: Pooling = "sum"
     weighted: bool = False
@@ -190,8 +188,6 @@ class _WorkloadFeature:
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkloadDocument:
-    """Workload document without its format."""
-
     batch_size: int
     tables: Mapping[str, _WorkloadTable]
     features: Mapping[str, _WorkloadFeature] = field(default_factory=dict)
@@ -258,10 +254,8 @@ def load_workload(path: str | Path) -> Workload:
 
 
 def _copy_entries(document: dict[Any, Any], key: str) -> list[dict[Any, Any]]:
-    """Replace the entries of a mapping in `document` by copies that the caller may modify, and return the copies.
-
-    Entries that are not mappings are left for `parse_dataclass` to reject.
-    """
+    """Replace the entries of a mapping in `document` by copies that the caller may modify, and return the copies."""
+    # Entries that are not mappings are left for `parse_dataclass` to reject.
     part = document.get(key)
     if not isinstance(part, Mapping):
         return []

@@ -64,8 +64,8 @@ def make_storages(
     for index, ((spec, shard), optimizer) in enumerate(zip(pieces, optimizers, strict=True)):
         if not is_cpu and shard.tier in (HOST, DISK):
             raise MesetaError(
-                f"plan: table {spec.name!r}: tier {shard.tier!r} requires ranks on CPUs; use tier 'cached' or 'hbm' on "
-                "GPUs"
+                f"plan: table {spec.name!r}: tier {shard.tier!r} requires ranks on CPUs; use tier 'cached' or "
+                "'hbm' on GPUs"
             )
         num_slots = num_slots_by_index.get(index)
         # Tiers 'hbm' and 'host' have no cache. A rank on a CPU has both in host memory.

@@ -26,12 +26,8 @@ class RowFetch(PendingFetch):
     ) -> None:
         """Pin the rows, and start to fetch those that are not in the cache.
 
-        Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted rows cannot be written.
-
-        Args:
-            shards: Offloaded shards.
-            looked_up: Pairs (index into `shards`, rows).
-            read_only: Whether the rows are not updated. They then evict no other rows.
+        `looked_up` has pairs (index into `shards`, rows). With `read_only`, the rows are not updated and evict no other
+        rows. Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted rows cannot be written.
         """
         self._shards = shards
         self._error: MesetaError | None = None
@@ -87,8 +83,6 @@ class RowFetch(PendingFetch):
 
 @dataclass(frozen=True)
 class _CapacityMessage:
-    """Message of a `CacheCapacityError`, formatted on demand."""
-
     # Prefetching tries again and again and drops these errors, and counting distinct rows takes time.
 
     shards: Sequence[TieredShard]
@@ -113,14 +107,11 @@ class Lease:
     def __init__(
         self, shards: Sequence[TableStorage], looked_up: Sequence[tuple[int, Tensor]] = (), *, read_only: bool = False
     ) -> None:
-        """Acquire all shards, and start to fetch rows of offloaded shards.
+        """Acquire all `shards`, and start to fetch rows of the offloaded ones.
 
-        Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted rows cannot be written.
-
-        Args:
-            shards: Shards of any tier.
-            looked_up: Pairs (index into `shards`, rows) of offloaded shards.
-            read_only: Whether the rows are not updated. They then evict no other rows.
+        `looked_up` has pairs (index into `shards`, rows) of offloaded shards. With `read_only`, the rows are not
+        updated and evict no other rows. Raises CacheCapacityError if the rows do not fit, and MesetaError if evicted
+        rows cannot be written.
         """
         self._acquired: Sequence[TableStorage] = ()
         self._fetch: RowFetch | None = None

@@ -19,8 +19,6 @@ from meseta.ops.memory import empty
 #
 #     | row [columns] | state [columns] | ... | state with one number per row | ... |
 class _Field(NamedTuple):
-    """Byte range, type and shape of one value in a record."""
-
     first: int
     stop: int
     dtype: torch.dtype
@@ -42,7 +40,6 @@ class RecordLayout:
             self._fields[name] = _Field(first, stop, value.dtype, shape)
             first = stop
         self.num_bytes = first
-        """Size of a record in bytes."""
 
     @property
     def widths(self) -> list[int]:

@@ -29,11 +29,9 @@ class TableShard(TableStorage):
     """Shard in device memory. Operators update its tensors in place."""
 
     spec: TableSpec
-    """Spec of the whole table."""
     shard: Shard
     """Rows and columns of the table that this shard holds."""
     weight: Float[Tensor, "rows columns"]
-    """Embedding rows."""
     state: dict[str, Tensor]
     """Optimizer states by name, [rows, columns] or [rows]. Column shards of a table have equal copies of the latter."""
     optimizer: RowOptimizer
@@ -91,7 +89,6 @@ class TableShard(TableStorage):
         pass  # Operators update the tensors themselves.
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return views of rows first..stop-1."""
         return {name: value.detach()[first:stop] for name, value in self.values.items()}
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
@@ -117,7 +114,6 @@ class TableShard(TableStorage):
         return CopiedRows(self.spec, self.shard, self.values, rows, buffers=copy_rows(self.values, rows, reuse))
 
     def _allocate_host_copy(self) -> TableShard:
-        """Return a shard of the same shape in host memory, with undefined contents."""
 
         def empty_on_host(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):

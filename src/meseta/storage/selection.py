@@ -13,9 +13,10 @@ from meseta.ops.memory import empty
 from meseta.ops.row_marks.row_set import RowSet
 from meseta.spec import Shard, TableSpec
 
+# A new buffer has room for later selections, which may be larger.
 BUFFER_GROWTH_FACTOR, MAX_BUFFER_RATIO = 1.125, 1.3
-"""Limits for the reuse of buffers. A new buffer has room for `BUFFER_GROWTH_FACTOR` times its rows, because later
-selections may be larger. A buffer that is more than `MAX_BUFFER_RATIO` times as large as necessary is not reused."""
+"""Limits for the reuse of buffers. A new buffer has room for `BUFFER_GROWTH_FACTOR` times its rows. A buffer of more
+than `MAX_BUFFER_RATIO` times the necessary size is not reused."""
 
 
 class SelectedRows(ABC):
@@ -26,13 +27,11 @@ class SelectedRows(ABC):
 
     def __init__(self, spec: TableSpec, shard: Shard, like: Mapping[str, Tensor], rows: RowSet) -> None:
         self.spec = spec
-        """Spec of the whole table."""
         self.shard = shard
         """Rows and columns of the table that the shard holds."""
         self.values = like
         """Tensors with the dtype and shape of each value for all rows of the shard, by name."""
         self.rows = rows
-        """Selected rows."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
@@ -52,7 +51,6 @@ class CopiedRows(SelectedRows):
         self.buffers = buffers
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return views of the buffers."""
         begin = self.rows.count(0, first)
         end = begin + self.rows.count(first, stop)
         return {name: value[begin:end] for name, value in self.buffers.items()}

@@ -55,10 +55,8 @@ class SnapshotReader:
             for chunk_start in firsts
             if selected.count(chunk_start, min(chunk_start + frozen.part_rows, frozen.num_rows))
         ]
-        """First rows of the parts with selected rows."""
         self._last_started = -1
         self._chunks: dict[int, _SnapshotChunk] = {}
-        """Parts in memory, by their first rows."""
         self._lock = threading.Lock()
 
     def read(self, first: int, stop: int) -> tuple[list[Tensor], Tensor]:

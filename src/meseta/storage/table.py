@@ -30,7 +30,6 @@ class TableStorage(ABC):
     """
 
     spec: TableSpec
-    """Spec of the whole table."""
     shard: Shard
     """Rows and columns of the table that this storage holds."""
     optimizer: RowOptimizer

@@ -80,7 +80,6 @@ class _OffloadedShard(TableStorage):
         return values
 
     def _initial_values(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the initial values and optimizer states of `rows`."""
         weight = initial_rows_at(self.spec, rows + self.shard.rows[0], columns=self.shard.columns, seed=self.seed)
         return {ROW: weight, **self.optimizer.init(weight)}
 
@@ -159,7 +158,6 @@ class TieredShard(_OffloadedShard):
 
     @property
     def traffic(self) -> RowTraffic:
-        """Row traffic of this shard since its creation."""
         counters, (read, written) = self.cache.counters, self.backing_store.disk_bytes
         return RowTraffic(
             num_rows=counters.num_rows,
@@ -229,7 +227,6 @@ class TieredShard(_OffloadedShard):
         return self.backing_store.explain(failed.failure)
 
     def _write_back_slots(self, rows: Tensor, slots: Tensor) -> None:
-        """Write `rows`, which are in `slots`, to the backing store."""
         for chunk_rows, chunk_slots in zip(
             rows.split(TRANSFER_CHUNK_ROWS), slots.split(TRANSFER_CHUNK_ROWS), strict=True
         ):
@@ -241,7 +238,6 @@ class TieredShard(_OffloadedShard):
             self.backing_store.write(chunk_rows, *self._layout.to_bytes(values))
 
     def _write_back_dirty(self) -> None:
-        """Write all changed rows in the cache to the backing store."""
         slots = self.cache.dirty_slots()
         if self.device.type != "cpu":
             self._write_back_slots(self.cache.rows[slots], slots)
@@ -259,13 +255,11 @@ class TieredShard(_OffloadedShard):
                 self._cached_values[name].index_copy_(0, indices, value.to(self.device))
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return copies of rows first..stop-1."""
         values = {name: empty((stop - first, *like.shape[1:]), like.dtype) for name, like in self._like.items()}
         self._read_into(values, [torch.arange(first, stop)])
         return values
 
     def _read_into(self, buffers: Mapping[str, Tensor], parts: Iterable[Tensor]) -> None:
-        """Copy rows to the start of `buffers`."""
         end = 0
         for part in (few for many in parts for few in many.split(TRANSFER_CHUNK_ROWS)):
             begin, end = end, end + len(part)
@@ -273,7 +267,6 @@ class TieredShard(_OffloadedShard):
                 buffers[name][begin:end] = value
 
     def _gather(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return copies of `rows`, in any order."""
         self._wait_for_fetches()
         records = torch.empty(len(rows), self._layout.num_bytes, dtype=torch.uint8)
         values = self._decode([records], self.backing_store.read(rows, records).wait(), rows)
@@ -307,7 +300,6 @@ class TieredShard(_OffloadedShard):
         return self._snapshot_rows(None)
 
     def _snapshot_rows(self, selected: RowSet | None) -> ShardSnapshot:
-        """Return a snapshot of all rows, or on disk of the selected rows."""
         self._wait_for_fetches()
         self._write_back_dirty()
         rows = self.backing_store.snapshot()
@@ -381,7 +373,6 @@ class ShardSnapshot(_OffloadedShard):
         raise MesetaError(f"table {self.spec.name!r}: a snapshot is read-only; write to the original shard instead")
 
     def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
-        """Return this snapshot."""
         return self
 
 

@@ -38,10 +38,9 @@ class PeerComparison:
     value: float
     unit: str
     peer: str
-    """Name of the other program."""
     peer_value: float
     versions: Mapping[str, str]
-    """Versions of the packages of both programs by package name."""
+    """Versions of the packages of both programs."""
 
     @property
     def ratio(self) -> float:

@@ -22,7 +22,6 @@ from meseta.telemetry.formatting import format_duration
 from meseta.telemetry.rank_record import RankState, RecordedTransfer, Wait
 
 RankStates = Mapping[int, RankState]
-"""Record of each rank."""
 # Most diverged ranks raise an error themselves within milliseconds.
 DIVERGENCE_GRACE_S = 3.0
 """Seconds before a divergence is reported."""
@@ -40,7 +39,6 @@ class Diagnosis:
 
     kind: Literal["silent", "astray", "stuck"]
     ranks: tuple[int, ...]
-    """Ranks that cause the problem."""
     text: str
     """Description in one line, without a remedy."""
     sequence_number: int | None = None
@@ -132,9 +130,9 @@ def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
 
 
 def find_unreachable_hosts(
-    states: RankStates, silent: Mapping[int, float], own: int, silent_s: float
+    states: RankStates, silent: Mapping[int, float], observer: int, silent_s: float
 ) -> Diagnosis | None:
-    """Return a diagnosis of hosts from whose ranks the host of rank `own` receives no heartbeats, or `None`.
+    """Return a diagnosis of hosts from whose ranks the host of rank `observer` receives no heartbeats, or `None`.
 
     `silent` maps each other rank to the seconds since its last heartbeat. If hosts have a single rank, a stopped rank
     cannot be distinguished from a failed link.
@@ -142,7 +140,7 @@ def find_unreachable_hosts(
     hosts: dict[str, list[int]] = {}
     for rank in silent:
         hosts.setdefault(states[rank].host, []).append(rank)
-    here = hosts.pop(states[own].host, None)
+    here = hosts.pop(states[observer].host, None)
     # Heartbeats are sent once per second, so hosts behind the same failed link time out at slightly different moments.
     nearly_s = max(silent_s - MISSED_HEARTBEAT_TIMEOUT_S, silent_s / 2)
     unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
@@ -156,11 +154,10 @@ def find_unreachable_hosts(
     longest_s, first = max(silent[rank] for rank in blamed), states[blamed[0]]
     listed = " and ".join(f"ranks {', '.join(map(str, ranks))} on {host}" for host, ranks in unheard.items())
     text = (
-        f"rank {own} on {states[own].host} has not heard {listed} for {format_duration(longest_s)}; rank {blamed[0]} "
-        f"was at "
+        f"rank {observer} on {states[observer].host} has not heard {listed} for "
+        f"{format_duration(longest_s)}; rank {blamed[0]} was at "
         f"{describe_position(first)}{_transfer_clause(first)}{_waiting_clause(states, blamed)}; the link between "
-        f"{states[own].host} and "
-        f"{' and '.join(unheard)} is cut, or nothing runs there"
+        f"{states[observer].host} and {' and '.join(unheard)} is cut, or nothing runs there"
     )
     return Diagnosis("silent", tuple(blamed), text)
 
@@ -277,7 +274,6 @@ def _lane_name(state: RankState, wait: Wait) -> str:
 
 
 def _ranks_behind(states: RankStates, rank: int, wait: Wait) -> list[int]:
-    """Return the participants of the awaited transfer that have not started it."""
     transfer = awaited_transfer(states[rank], wait)
     peers = [r for r in states if r != rank and (transfer is None or transfer.includes_rank(r))]
     return [r for r in peers if states[r].num_started(wait.lane) < wait.sequence_number]

@@ -32,5 +32,4 @@ class HeartbeatMonitor:
         return {rank: now_s - heard_s for rank, heard_s in self._last_heartbeat_s.items()}
 
     def has_heartbeat(self, rank: int) -> bool:
-        """Whether the rank has sent a heartbeat."""
         return self._heartbeats[rank] != 0

@@ -15,9 +15,7 @@ class Metric:
     """Metric of an evaluation."""
 
     key: str
-    """Name of the metric in metrics.jsonl."""
     name: str
-    """Name of the metric in tables."""
     better_direction: Literal["lower", "higher", "one"]
     """Better direction of the metric. For 'one', values closer to 1 are better."""
     decimals: int = 4

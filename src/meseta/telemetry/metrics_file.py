@@ -19,9 +19,7 @@ from meseta.telemetry.transfers import TransferMeans
 METRICS_FILE = "metrics.jsonl"
 # A million lines of a kilobyte.
 MAX_METRICS_BYTES = 1 << 30
-"""Maximum size of a file that is read."""
 _MAX_LISTED_LINES = 5
-"""Maximum number of line numbers in a message."""
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
@@ -77,7 +75,6 @@ class TrainLine(Entry):
     lr_dense: float | None = None
     lr_sparse: float | None = None
     stages_s: dict[str, float] = {}
-    """Seconds per step of each stage."""
     transfers: dict[str, TransferMeans] = {}
     """Transfers of rank 0 by name. Empty with a single rank."""
     ids_outside: dict[str, Count] = {}
@@ -158,9 +155,7 @@ class EvalLine(EvalMetrics, EvalContext):
     tasks: dict[str, EvalMetrics] = {}
     """Metrics by label, if there are several."""
     segments: dict[str, list[SegmentMetrics]] = {}
-    """Metrics of segments, by feature."""
     ids_outside: dict[str, Count] = {}
-    """Number of out-of-range ids, by feature."""
     time_s: float | None = None
     num_samples_trained: Count | None = None
 
@@ -180,7 +175,6 @@ class MetricsLine:
     is_complete: bool
     """Whether the line ends in a newline. A killed process may leave an incomplete last line."""
     is_corrupt: bool
-    """Whether the line cannot be parsed."""
     record: Line | None
     """Parsed line. `None` if it is corrupt, or of a kind that only another version knows."""
 
@@ -215,7 +209,6 @@ def format_line(line: Line) -> str:
 
 
 def _parse_line(line: bytes) -> Line | None:
-    """Parse a line. The result is `None` for an unknown kind."""
     document = parse_json(line, finite=False)
     kind = document["kind"]
     return _LINE_CLASSES[kind].model_validate(document) if kind in _LINE_CLASSES else None

@@ -30,7 +30,6 @@ class RankProcess:
     """Record of a rank, with the state of its process."""
 
     path: Path
-    """File of the rank record."""
     state: RankState
     is_local: bool
     """Whether the rank's process runs, or ran, on this host."""
@@ -140,5 +139,4 @@ def _strip_outer_frames(text: str) -> str:
 
 
 def _all_responded(asked: Mapping[int, tuple[int, int]], sizes: Mapping[int, int], deadline: float) -> bool:
-    """Whether every rank has written some output, or the deadline has passed."""
     return time.monotonic() > deadline or all(sizes.get(number, 0) > size for number, (_, size) in asked.items())

@@ -48,7 +48,6 @@ from meseta.machine.waits.checked_memory import (
 RANK_RECORD_VARIABLE = "MESETA_RANK_RECORD"
 """Environment variable with the record file of a rank, set by its launcher."""
 RANKS_FOLDER = "ranks"
-"""Subfolder of a run folder with the rank records."""
 RECORD_MAGIC = b"MESETARR"
 RECORD_VERSION = 1
 HEARTBEAT_OFFSET = 512
@@ -58,7 +57,6 @@ NUM_LANES = 8
 """Number of lanes in a record. Further lanes overwrite the entries of earlier ones."""
 _WAIT_BYTES = 64
 NUM_RECORDED_TRANSFERS = 128
-"""Number of transfers in the ring buffer."""
 _TRANSFER_BYTES = 256
 RECORD_BYTES = _RING_OFFSET + NUM_RECORDED_TRANSFERS * _TRANSFER_BYTES
 
@@ -84,11 +82,8 @@ class TransferInfo(NamedTuple):
     batch_tag: int = 0
     """Tag of the batch, equal on all ranks. 0 means no batch."""
     num_bytes: float = 0.0
-    """Number of bytes that this rank sends."""
     num_peers: int = 0
-    """Number of other participating ranks."""
     tables: Sequence[str] = ()
-    """Names of the tables whose rows are transferred."""
     ranks: Sequence[int] | None = None
     """Participating ranks. `None` means all ranks."""
 
@@ -100,7 +95,6 @@ class RecordedTransfer:
     index: int
     """Number of this transfer among all that the rank has started."""
     lane: int
-    """Number of the lane."""
     sequence_number: int
     """Position in the lane, counted from 1. It is equal on all ranks."""
     name: str
@@ -112,11 +106,8 @@ class RecordedTransfer:
     num_elements: int | None
     """Number of elements. `None` if it differs between ranks."""
     num_bytes: int
-    """Number of bytes that this rank sends."""
     num_peers: int
-    """Number of other participating ranks."""
     tables: str
-    """Names of the tables whose rows are transferred."""
     ranks: str
     """Participating ranks. Empty means all, and a truncated list ends in "..."."""
     lane_name: str
@@ -184,7 +175,6 @@ class RankState:
     position_since_ns: int
     """Time at which the rank entered its current stage and step."""
     waits: Mapping[int, Wait]
-    """Current wait of each lane."""
     transfers: Sequence[RecordedTransfer]
     """Last transfers, ordered by their start."""
     activities: Sequence[Activity] = ()
@@ -232,12 +222,10 @@ class RankRecord:
         self._write(0, head)  # The header is last, because readers check it first.
 
     def start_transfer(self, lane: tuple[int, str], step: int | None, sending: TransferInfo) -> ActiveTransfer:
-        """Record the start of a transfer.
+        """Record the start of a transfer, described by `sending`.
 
-        Args:
-            lane: Number and name of the lane.
-            step: Number of steps that this process has completed, or `None` between steps.
-            sending: Description of the transfer.
+        `lane` is the number and name of the lane. `step` is the number of steps that this process has completed, or
+        `None` between steps.
         """
         index, number = next(self._next_index), lane[0] % NUM_LANES
         self._sequence_numbers[number] = place = self._sequence_numbers[number] + 1
@@ -319,7 +307,6 @@ class CurrentRankRecord:
     """Holder of the record of this process."""
 
     record: RankRecord | None = None
-    """Record of this process. `None` if it writes none."""
 
 
 def _pack_description(

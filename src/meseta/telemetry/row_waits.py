@@ -27,7 +27,6 @@ class RowWait:
 
     @property
     def total_s(self) -> float:
-        """Seconds for all causes."""
         return sum(vars(self).values())
 
     def __add__(self, other: RowWait) -> RowWait:

@@ -56,10 +56,8 @@ class DeviceClock:
     ) -> None:
         """Create a clock that is not aligned yet.
 
-        Args:
-            new_event: Function that returns a new event, such as torch.cuda.Event(enable_timing=True).
-            current_stream: Function that returns the current stream. It is called once per step.
-            wait: Function that synchronizes with the device.
+        `new_event` returns a new event, such as torch.cuda.Event(enable_timing=True). `current_stream` returns the
+        current stream, and is called once per step. `wait` synchronizes with the device.
         """
         self._new_event, self._current_stream, self.wait = new_event, current_stream, wait
         self._stream: Any = None
@@ -128,13 +126,11 @@ class StageTimes:
         self._pending_steps: deque[list[_MarkedSpan]] = deque()
         """Steps that are not accumulated yet. Each has its outermost stages, ordered by their end, and then itself."""
         self._open_spans: list[_MarkedSpan] = []
-        """Completed spans inside the current stage or step."""
         self._step_begin: Any = None
         self._seconds: dict[str, float] = {}
         self._lifetime_seconds: dict[str, float] = {}
         self._num_steps = self._num_reported_steps = 0
         self._step_spans: list[Span] = []
-        """Outermost stages since the last accumulated step."""
 
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
@@ -236,7 +232,6 @@ class StageTimes:
                     self._step_spans.append(self._accumulate_stage(timed))
 
     def _accumulate_rest(self) -> None:
-        """Accumulate completed steps, and the stages after the last step if all steps are complete."""
         self._accumulate_ended()
         if not self._pending_steps and self._open_spans and self._has_passed(self._open_spans[-1].end):
             self._step_spans += map(self._accumulate_stage, self._open_spans)

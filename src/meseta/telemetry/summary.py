@@ -33,7 +33,6 @@ class SelectionRecord(Entry):
 
     split: str
     what: list[str]
-    """Descriptions of the decisions."""
 
 
 class TeacherSummary(Entry):
@@ -48,7 +47,6 @@ class PredictedStep(Entry):
 
     step_s: float
     seconds: dict[str, list[float]]
-    """Predicted seconds of each component on every rank."""
     constants: str
     """Origin of the constants of the cost model."""
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
@@ -61,10 +59,9 @@ class PredictedStep(Entry):
 
 
 class OverlapSummary(Entry):
-    """Overlap of exchanges with computation. Names are those of meseta.spec.stages."""
+    """Overlap of exchanges with computation, by their names in meseta.spec.stages."""
 
     hidden: list[str] = Field(default=[])
-    """Exchanges that overlap with computation."""
     left_out: dict[str, str] = Field(default={})
     """Exchanges that 'auto' does not overlap, each with the reason."""
 
@@ -91,15 +88,11 @@ class RunSummary(Entry):
     ids_outside: dict[str, Count] = Field(default={})
     """Number of out-of-range ids in training, by feature."""
     rows_left_out: dict[str, Count] = Field(default={})
-    """Number of excluded rows, by reason."""
     checkpoint: str | None = None
     """Checkpoint with the final weights of the run."""
     stages_s_by_rank: list[dict[str, float]] = Field(default=[])
-    """Seconds per step of each stage, for each rank."""
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
-    """Transfers per step of each rank, by name."""
     row_waits_by_rank: list[dict[str, RowWait]] = Field(default=[])
-    """Waits per step of each rank, by reader."""
     overlap: OverlapSummary | None = None
     """Overlap with computation. `None` for a single rank."""
     predicted: PredictedStep | None = None
@@ -116,7 +109,6 @@ class RunSummary(Entry):
 
     @property
     def evaluated_splits(self) -> tuple[str, ...]:
-        """Splits with a final evaluation."""
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
 
 

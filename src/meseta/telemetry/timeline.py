@@ -31,7 +31,6 @@ UNDER_WAY = " under way"
 COPIES = f"copies{UNDER_WAY}"
 """Track of copies of batches to a GPU. They have their own stream, so they do not overlap."""
 HOST_BYTES, OTHER_HOSTS_BYTES, DEVICE_BYTES = "bytes to its host", "bytes to other hosts", "bytes to the device"
-"""Keys of `Slice.args` for transfers and copies."""
 # A step has some thousand slices on eight ranks.
 MAX_TIMELINE_STEPS = 100
 """Maximum number of steps of a timeline."""
@@ -51,7 +50,6 @@ class Slice(NamedTuple):
     step: int | None
     """Step in which the slice starts, counted from 1 in the run. `None` between steps."""
     args: Mapping[str, float] = {}
-    """Measurements of the slice by name, such as bytes."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class RankClock:
     """Clock of a rank, relative to that of rank 0."""
 
     host: str
-    """Host name of the rank."""
     offset_s: float
     """Seconds to add to the rank's time.perf_counter() to get the time of rank 0."""
     error_s: float
@@ -88,7 +85,6 @@ class Timeline:
     last: int
     """Last step, counted from 1 in the run."""
     ranks: tuple[RankClock, ...]
-    """Clock of each rank."""
     tracks: tuple[Track, ...] = field(repr=False)
 
     def select_tracks(self, rank: int, kind: Kind) -> list[Track]:
@@ -127,7 +123,6 @@ class StepRange(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the range."""
         return self.last - self.first + 1
 
     @staticmethod
@@ -147,13 +142,9 @@ def make_rank_tracks(
 ) -> list[Track]:
     """Return all tracks of one rank that have slices.
 
-    Args:
-        rank: Rank of the tracks.
-        spans: Result of `StageTimes.stop_recording`.
-        transfers: Result of `TransferTimes.stop_recording`.
-        offset_s: Seconds to add to all times.
-        first: Number of steps of the run before step 0 of `spans` and `transfers`.
-        copies: Result of `StageTimes.pop_recorded_copies`.
+    `spans`, `transfers` and `copies` are the results of `StageTimes.stop_recording`, `TransferTimes.stop_recording` and
+    `StageTimes.pop_recorded_copies`. `offset_s` is added to all times. `first` is the number of steps of the run before
+    their step 0.
     """
 
     def ns(seconds: float) -> int:
@@ -230,7 +221,6 @@ def split_nested(timed: Iterable[Slice]) -> list[Slice]:
 
 
 def _insert_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
-    """Yield the steps, and a slice for each gap between them."""
     before: Slice | None = None
     for step in steps:
         if before is not None and before.end_ns < step.begin_ns:

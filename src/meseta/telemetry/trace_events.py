@@ -146,7 +146,6 @@ def _slice_event(rank: int, thread: int, track: Track, one: Slice, begin_ns: int
 
 
 def _flow_events(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, Any]]:
-    """Yield the two events of an arrow from each stage that started a transfer to the wait for it."""
     stages = sorted(
         (one.begin_ns, one.end_ns, _thread_id(rank, index))
         for index, track in enumerate(tracks)

@@ -24,7 +24,6 @@ class TransferSpan(NamedTuple):
     """Number of steps completed before the step in which the collective started. `None` between steps, for example in
     an evaluation."""
     num_peers: int
-    """Number of other participating ranks."""
     intra_host_bytes: float
     """Bytes sent to ranks of the same host."""
     inter_host_bytes: float
@@ -42,11 +41,8 @@ class TransferMeans:
     """Measurements of one transfer of a rank, per step or in total."""
 
     num_times: float
-    """Number of collectives."""
     inside_bytes: float
-    """Bytes sent to ranks of the same host."""
     across_bytes: float
-    """Bytes sent to ranks of other hosts."""
     seconds: float
     """Seconds from the start of the transfer to the detection of its end."""
     waited_s: float
@@ -84,7 +80,6 @@ class TransferTimes:
             self.step = None
 
     def add(self, span: TransferSpan) -> None:
-        """Add a completed span."""
         self.recent_spans.append(span)
         if self._recording is not None:
             self._recording.append(span)
@@ -94,7 +89,6 @@ class TransferTimes:
             _add_to_sums(self._sums, span.name, one)
 
     def start_recording(self) -> None:
-        """Start to record spans."""
         self._recording = []
 
     def stop_recording(self) -> list[TransferSpan]:

@@ -167,8 +167,8 @@ class Mirror:
                     if other.conflicts_with(CheckpointFiles.from_manifest(candidate.name, candidate.manifest)):
                         raise MesetaError(
                             f"checkpoint '{self.url}/{candidate.name}' cannot be fetched: {str(parent)!r} holds "
-                            f"{other.name} of another run, which has other content in the same files; choose another "
-                            "folder"
+                            f"{other.name} of another run, which has other content in the same files; "
+                            "choose another folder"
                         )
                 _copy_checkpoint(self._store.parent / candidate.name, candidate.manifest, target)
             path: Location = target.store.parent / candidate.name

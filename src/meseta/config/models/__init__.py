@@ -13,7 +13,6 @@ from meseta.config.models.base import (
 SECTION_MODULES = (classic, interactions)
 """Modules with the sections of the built-in models."""
 MODEL_NAMES = tuple(model_sections())
-"""Names of the built-in models."""
 
 __all__ = [
     "MODEL_NAMES",

@@ -18,8 +18,8 @@ LEGACY_KEYS = frozenset(
      "cin_layers", "attention_layers", "attention_heads", "attention_dim", "num_experts", "expert_mlp", "tower_mlp",
      "dropout", "batch_norm"}
 )  # fmt: skip
-"""Keys of the section `model` in configs of earlier versions, which had all keys for every model. Keys without an
-effect for the model are ignored when such a config is loaded. Do not add keys."""
+"""Keys of the section `model` in configs of earlier versions, which had all keys for every model. Those without an
+effect for the model are ignored. Do not add keys."""
 DEFAULT_MODEL = "dlrm"
 
 
@@ -29,8 +29,7 @@ class ModelConfig(Section):
     name: str = DEFAULT_MODEL
     """Name of a built-in model, or 'package.module:Class' of a custom model."""
     weight_columns: ClassVar[int] = 0
-    """Number of table columns in addition to the embedding. It is 1 if the last column holds the linear weight of the
-    id."""
+    """Number of table columns in addition to the embedding: 1 if the last column holds the linear weight of the id."""
     small_sizes: ClassVar[Mapping[str, Any]] = {}
     """Values of keys for small datasets, if they differ from the defaults."""
     accepts_legacy_keys: ClassVar[bool] = False

@@ -27,7 +27,7 @@ from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
 
 STATISTICS_PAGE = "statistics.html"
-"""Name of the page that `meseta data stats` writes into the dataset folder."""
+"""Page that `meseta data stats` writes into the dataset folder."""
 PREPARE_AGAIN = "prepare the dataset again"
 
 
@@ -39,7 +39,6 @@ class Fault:
     """File, column and row (counted from 0) of the first value that breaks the rule."""
     rule: str
     value: str
-    """Value that breaks the rule."""
     count: int = 1
     """Number of values in this column and file that break the rule."""
     way_out: str = PREPARE_AGAIN
@@ -56,21 +55,16 @@ class CheckResult:
     num_rows: int
     num_files: int
     faults: tuple[Fault, ...]
-    """Faults in the order of the files. Empty for a valid dataset."""
 
 
 @dataclass
 class _GroupCheck:
-    """Faults and totals of one row group."""
-
     num_rows: int = 0
     faults: dict[tuple[str, str], Fault] = field(default_factory=dict)
     """First fault for each (column, rule)."""
     sums: dict[str, float] = field(default_factory=dict)
     label_counts: Counter[str] = field(default_factory=Counter)
-    """Number of samples that have each label."""
     lookups: Counter[str] = field(default_factory=Counter)
-    """Number of ids of each sparse feature."""
 
 
 def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -> CheckResult:
@@ -257,7 +251,6 @@ def _first_null(array: pa.Array) -> int:
 
 
 def _merge_faults(faults: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
-    """Merge the faults of one row group. The first location is kept, and the counts are added."""
     for key, fault in more.items():
         faults[key] = replace(faults[key], count=faults[key].count + fault.count) if key in faults else fault
 

@@ -22,9 +22,8 @@ class DataColumn:
     is_list: bool = False
     """Whether each sample has a list of values."""
     num_embeddings: int = 0
-    """Number of rows of the embedding table, if the column holds ids."""
     can_be_missing: bool = False
-    """Whether values may be missing. Missing values are null in the file."""
+    """Whether values may be missing, which are null in the file."""
 
     @property
     def expected_type(self) -> str:
@@ -33,7 +32,7 @@ class DataColumn:
         return f"lists of {numbers}" if self.is_list else numbers
 
     def accepts_type(self, kind: pa.DataType) -> bool:
-        """Whether an Arrow type can hold the values of this column."""
+        """Whether values of an Arrow type are valid in this column."""
         if self.is_list:
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
                 return False

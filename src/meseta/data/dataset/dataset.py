@@ -27,7 +27,7 @@ from meseta.spec import MesetaError, Reuse, suggest
 DATASET_FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 DATASET_FILE = "dataset.json"
 SPLITS = ("train", "valid", "test")
-"""Names of the splits in the order in which they are written. Only some datasets have 'valid'."""
+"""Names of the splits in the order in which they are written. 'valid' is optional."""
 
 
 def _check_inner_path(path: str) -> str:
@@ -58,10 +58,9 @@ class DenseFeature(FrozenRecord):
     signed: bool = False
     """Whether negative values are kept. The feature is sign(x) * log1p(|x|) if true, log1p(max(x, 0)) if false."""
     mean: float
-    """Mean of the logarithms over the training split. It is subtracted."""
+    """Mean of the logarithms over the training split."""
     std: float = Field(gt=0)
-    """Standard deviation of the logarithms over the training split, by which they are divided. 1 if the feature is
-    constant."""
+    """Standard deviation of the logarithms over the training split, or 1 for a constant feature."""
 
 
 class SparseStatistics(FrozenRecord):
@@ -69,7 +68,6 @@ class SparseStatistics(FrozenRecord):
 
     num_rows: Count
     num_lookups: Count
-    """Number of ids in all samples."""
     num_uniques: Count
     """Number of distinct ids, after hashing or the lookup in the vocabulary."""
     mean_pooling_factor: float = Field(ge=0)
@@ -119,8 +117,7 @@ class SparseEncoding(FrozenRecord):
     boundaries: tuple[float, ...] | None = None
     """Bucket boundaries in ascending order. `None` if the encoding is not 'buckets'."""
     made_of: tuple[str, ...] = ()
-    """Raw columns from which a feature with another name is made, such as a cross. Empty for a column of the same
-    name."""
+    """Raw columns of a feature with another name than its column, such as a cross."""
 
 
 class SparseFeature(SparseEncoding):
@@ -177,7 +174,7 @@ class SourceFile(FrozenRecord):
     path: str
     """Path as found when the sources were listed."""
     split: SourceSplit
-    """Split to which the rows went. 'both' assigned each row by itself, randomly by seed or by time."""
+    """Split that receives the rows. 'both' assigns each row by itself, randomly by seed or by time."""
     num_rows: Count
 
 
@@ -228,9 +225,8 @@ class LabelRule(FrozenRecord):
 
     name: ColumnName
     column: ColumnName
-    """Raw column from which the label is made."""
     operator: Literal[">=", "<=", "==", "!=", ">", "<"] | None = None
-    """Comparison of the value with `threshold`. The label is 1 if it holds. `None` if the rule is `is_signed`."""
+    """Comparison of the value with `threshold`, true for label 1. `None` if `is_signed`."""
     threshold: float = 0.0
     is_signed: bool = False
     """Whether the raw column holds 1 for positives and -1 for negatives."""
@@ -259,11 +255,10 @@ class SourceForm(FrozenRecord):
     """Format of the raw files and of their columns, for reading further files of the same form."""
 
     kind: Annotated[str, BeforeValidator(_check_format_name)]
-    """Name of the file format. 'tsv' is the format of the Criteo data sets."""
+    """File format. 'tsv' is the format of the Criteo data sets."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
     """Names of all labels. A label without a rule is a raw column."""
     label_rules: tuple[LabelRule, ...] = ()
-    """Rules of the labels that are made from other columns."""
     group: ColumnName | None = None
     """Raw column with the group keys. The column in the dataset may have another name."""
     delimiter: Delimiter = ","
@@ -273,8 +268,8 @@ class SourceForm(FrozenRecord):
     """Encoding of text files. `None` means that categories are stored as bytes without decoding, as earlier versions
     did."""
     whole_numbers: tuple[ColumnName, ...] = ()
-    """Raw columns in which all spellings of a whole number are one value. In other columns, each spelling in text is a
-    separate value, as in earlier versions."""
+    """Raw columns in which all spellings of a whole number are one value. In other columns, each spelling is a separate
+    value, as in earlier versions."""
     number_format: NumberFormat | None = None
     """Format of numbers in text. `None` means numbers such as 1234.5."""
     partition_keys: tuple[ColumnName, ...] = ()
@@ -300,15 +295,14 @@ class Dataset(FrozenRecord):
     labels: tuple[str, ...] = Field(default=("label",), min_length=1)
     """Columns of the labels, float32 in 0..1. A single label is named 'label', whatever its name in the sources."""
     label_source: str | None = None
-    """Name of a single label in the sources. `None` if there are several labels, which keep their names, or if it was
-    not recorded."""
+    """Name of a single label in the sources. `None` if it was not recorded, or if there are several labels."""
     has_labels: bool = True
     """Whether the files contain label columns. Rows without labels can only be predicted."""
     weight: str | None = None
     """Column of the sample weights, float32 and not negative. `None` means that all weights are 1."""
     group: str | None = None
-    """Column of the group keys (int64). Whole numbers are stored unchanged, all other values as their XXH64. `None` if
-    there are no groups."""
+    """Column of the group keys (int64). Whole numbers are stored unchanged, other values as their XXH64. `None` without
+    groups."""
     time: str | None = None
     """Column of the time by which splits are made, as float64 seconds since 1970-01-01 UTC. `None` if there is none."""
     dense: tuple[DenseFeature, ...]
@@ -316,21 +310,18 @@ class Dataset(FrozenRecord):
     sparse: tuple[SparseFeature, ...]
     """Sparse features in the order of the keys of the KeyedJaggedTensor."""
     splits: dict[str, Split] = Field(min_length=1)
-    """Splits by name: 'train', 'valid' and 'test', or fewer."""
     teacher: TeacherMetrics | None = None
-    """Best reachable metrics, copied from the teacher.json of `meseta data synth`. `None` if the data is not
-    synthetic."""
+    """Best reachable metrics, copied from the teacher.json of `meseta data synth`. `None` for real data."""
     seed: int = 0
     test_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the rows, or of the groups, in the test split. `None` if files or a point in time define the split."""
+    """Share of the rows or groups in the test split. `None` if files or a point in time define the split."""
     valid_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the rows, or of the groups, in the valid split. `None` if files or a point in time define the split, or
-    if there is none."""
+    """Share of the rows or groups in the valid split. `None` if there is none, or if files or a point in time define
+    it."""
     split_by: Literal["time", "group"] | None = None
-    """Column that decides the split of a row: its time or its group. `None` if rows were drawn one by one or split by
-    file."""
+    """Column that decides the split of a row. `None` if rows were drawn one by one or split by file."""
     test_from: float | None = None
-    """First second of the test split, since 1970-01-01 UTC. `None` if rows are not split by time."""
+    """First second of the test split, since 1970-01-01 UTC. `None` unless rows are split by time."""
     valid_from: float | None = None
     """First second of the valid split, since 1970-01-01 UTC. `None` if there is no valid split by time."""
     sources: tuple[SourceFile, ...] = ()
@@ -338,23 +329,23 @@ class Dataset(FrozenRecord):
     not_finite: dict[str, Count] = {}
     """Number of inf and NaN values in the sources, by dense feature. They count as missing."""
     num_unlabelled: Count = 0
-    """Number of source rows that were skipped because they have none of several labels."""
+    """Number of source rows skipped because they have none of several labels."""
     bad_rows: BadRows | None = None
-    """Skipped rows that could not be parsed. `None` if a bad row would have been an error."""
+    """Skipped rows that could not be parsed. `None` if such rows were errors."""
     source_form: SourceForm | None = None
-    """Form of the sources, for reading further rows of the same kind. `None` if it was not recorded. The labels of this
-    description may have been reduced since."""
+    """Form of the sources, for reading further rows of the same kind. It may have labels that `labels` does not. `None`
+    if it was not recorded."""
     touched: InnerPath | None = None
-    """Parquet file with the rows of hashed tables that training looks up, see `meseta.data.dataset.touched_rows`.
-    `None` if they are unknown."""
+    """Parquet file of table rows that training looks up, see `meseta.data.dataset.touched_rows`. `None` if they are
+    unknown."""
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the
     splits have Parquet files."""
     can_lack_labels: bool = Field(default=False, exclude=True)
-    """Whether samples may lack labels that the counts of the splits do not show, as in new rows. It is not stored in
-    the file."""
+    """Whether samples may lack labels that the counts of the splits do not show, as in new rows. Not stored in the
+    file."""
     dir: Path = Field(default=Path(), exclude=True)
-    """Directory from which the dataset was loaded. It is not stored in the file."""
+    """Directory from which the dataset was loaded. Not stored in the file."""
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -373,7 +364,7 @@ class Dataset(FrozenRecord):
 
     @property
     def num_masked_tasks(self) -> int:
-        """Number of labels if batches have a label mask, because samples may lack labels. 0 otherwise."""
+        """Number of labels if samples may lack labels, so that batches have a label mask. 0 otherwise."""
         return len(self.labels) if self.masked_labels else 0
 
     @property
@@ -385,8 +376,7 @@ class Dataset(FrozenRecord):
 
     @property
     def num_training_rows(self) -> int:
-        """Number of rows from which statistics, means and vocabularies were computed. They may be rows of another
-        dataset."""
+        """Number of rows, possibly of another dataset, from which statistics, means and vocabularies were computed."""
         if "train" in self.splits:
             return self.splits["train"].num_rows
         return max((feature.statistics.num_rows for feature in self.sparse), default=0)
@@ -446,8 +436,8 @@ class Dataset(FrozenRecord):
                 raise ValueError(f"split {format_value(name)}: its files hold 0 rows, but num_rows is {split.num_rows}")
         if collision := first_name_collision([DATASET_FILE, *files, *dict.fromkeys(vocabularies)]):
             raise ValueError(
-                f"files {collision[0]!r} and {collision[1]!r} are the same file, at least on file systems that ignore "
-                "case"
+                f"files {collision[0]!r} and {collision[1]!r} are the same file, at least on file systems "
+                "that ignore case"
             )
         return self
 
@@ -462,8 +452,8 @@ class Dataset(FrozenRecord):
             )
 
     def accepts_source_labels(self, labels: Sequence[str]) -> bool:
-        """Whether raw columns `labels` are the source of the labels of this description, which may be reduced to some
-        of them."""
+        """Whether raw columns `labels` are the source of the labels, which may be only some of the labels of the
+        sources."""
         known = ("label",) if len(labels) == 1 else labels
         return set(self.labels) <= set(known) and self.label_source in (None, *labels)
 
@@ -501,8 +491,8 @@ class Dataset(FrozenRecord):
         if not isinstance(document, dict) or document.get("format") != DATASET_FORMAT:
             document_format = document.get("format") if isinstance(document, dict) else type(document).__name__
             raise MesetaError(
-                f"{where}: format must be {DATASET_FORMAT!r}, got {format_value(document_format)}; prepare the dataset "
-                "again"
+                f"{where}: format must be {DATASET_FORMAT!r}, got {format_value(document_format)}; prepare "
+                "the dataset again"
             )
         # Before there could be several labels, dataset.json had the entry "label": "label".
         document = {key: value for key, value in document.items() if (key, value) != ("label", "label")}

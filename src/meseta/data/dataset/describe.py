@@ -71,8 +71,8 @@ class DenseSummary:
     bins: tuple[int, ...]
     """Histogram with 24 equal intervals of sign(x) * log(1 + |x|) from the smallest to the largest value."""
     test_shift: float | None
-    """Difference between the mean logarithms of the test and training splits, in standard deviations of the training
-    split. `None` if one of them has no rows."""
+    """Mean logarithm of the test split minus that of the training split, in standard deviations of the latter. `None`
+    if a split has no rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class FrequentId:
 
     id: int
     value: str | None
-    """Value that belongs to the id in the vocabulary. `None` for hashed ids, and for row 0 of a vocabulary."""
+    """Value of the id in the vocabulary. `None` for hashed ids, and for row 0."""
     count: int
 
 
@@ -101,7 +101,7 @@ class SparseSummary:
     top: tuple[FrequentId, ...]
     """The five most frequent ids, in order of decreasing count and then of increasing id."""
     top_shares: tuple[float, float, float]
-    """Shares of the lookups that belong to the most frequent id, the 10 most frequent and the 100 most frequent ids."""
+    """Shares of the lookups that belong to the most frequent 1, 10 and 100 ids."""
     num_half: int
     """Smallest number of ids that have at least half of the lookups."""
     unseen_lookups: float | None
@@ -181,8 +181,6 @@ def _read_numbers(dataset: Dataset, split: str, column: str) -> Iterator[NDArray
 
 
 class _RunningSums:
-    """Sums, extremes and zeros of one column, accumulated over blocks."""
-
     def __init__(self) -> None:
         self.count, self.zeros = 0, 0
         self.total, self.squares = 0.0, 0.0
@@ -244,7 +242,6 @@ def _summarize_split(dataset: Dataset, name: str) -> SplitSummary:
 
 
 def _group_sizes(dataset: Dataset, split: str) -> NDArray[np.int64] | None:
-    """Return the number of rows of each group, or `None` without groups."""
     if dataset.group is None:
         return None
     keys, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -293,7 +290,6 @@ def _summarize_dense(dataset: Dataset, feature: DenseFeature) -> DenseSummary:
 
 
 def _unscale(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Reverse the scaling. The result is exactly 0 for values that were 0 before scaling."""
     # The stored value of 0 was rounded to float32, so the formula below may give a small number instead of 0.
     zero = np.float32(-feature.mean / feature.std)
     logs = stored * feature.std + feature.mean
@@ -345,7 +341,7 @@ def _summarize_sparse(dataset: Dataset, feature: SparseFeature) -> SparseSummary
 def _read_ids(
     dataset: Dataset, feature: SparseFeature, array: pa.Array
 ) -> tuple[NDArray[np.integer], NDArray[np.int64] | None]:
-    """Return (ids, ids per sample) of one array. The second is `None` if each sample has one id."""
+    """Return (ids, ids per sample). The second is `None` if each sample has one id."""
     ids = (array.flatten() if feature.multi_valued else array).to_numpy(zero_copy_only=False)
     if ids.size and not (ids.min() >= 0 and ids.max() < feature.num_embeddings):
         raise MesetaError(
@@ -358,8 +354,8 @@ def _read_ids(
 def _unseen_shares(
     dataset: Dataset, feature: SparseFeature, counts: NDArray[np.uint32]
 ) -> tuple[float | None, float | None]:
-    """Return the unseen shares of (lookups, distinct ids) in the test split. `counts` are the lookups of each row in
-    training."""
+    """Return the unseen shares of (lookups, distinct ids) in the test split. `counts` are the training lookups of each
+    row."""
     seen = np.zeros(counts.size, bool)
     num_lookups, num_new = 0, 0
     for array in _read_column(dataset, "test", feature.name):

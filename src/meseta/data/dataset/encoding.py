@@ -25,7 +25,7 @@ _PART_NAMES = {
     "num_embeddings": "number of rows",
     "vocabulary_digest": "vocabulary",
 }
-"""Keys of a column in words, the most informative first."""
+"""Names of properties in messages, the most informative first."""
 _SPELLING_TEXTS = {True: "one value", False: "two values"}
 _MAX_SHOWN_CHARACTERS = 40
 """Maximum number of characters of a value in a message."""
@@ -182,8 +182,7 @@ def _column_differences(
 
 
 def _first_change(before: Iterable[Any], now: Iterable[Any]) -> tuple[int, tuple[Any, Any]]:
-    """Return (position, counted from 1, and the pair of values) of the first difference between sequences of equal
-    length."""
+    """Return (position from 1, pair of values) of the first difference between sequences of equal length."""
     pairs = enumerate(zip(before, now, strict=True), start=1)
     return next((place, pair) for place, pair in pairs if pair[0] != pair[1])
 

@@ -23,7 +23,7 @@ class FeatureTables:
     num_embeddings: Mapping[str, int]
     hash_seeds: Mapping[str, int]
     vocabularies: Mapping[str, Vocabulary]
-    """Vocabularies of the features that have one. All other features are hashed or bucketized."""
+    """Vocabularies by feature. Other features are hashed or bucketized."""
     statistics: Mapping[str, FeatureStatistics]
     test_lookups: Mapping[str, LookupCounter]
     """Counters of the test split, for the features whose unseen values can be counted."""
@@ -46,7 +46,7 @@ MAX_CATEGORICAL_FEATURES, MAX_NUMERIC_FEATURES = (
 def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
     """Raise MesetaError if dataset.json could exceed the limits for JSON documents.
 
-    `where` starts the message. `paths` are those of the sources.
+    `where` starts the message. `paths` are the paths of the sources.
     """
     num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]

@@ -27,8 +27,6 @@ def open_part(path: Path, metadata: pq.FileMetaData | None = None, *, checks_pag
 
 
 class _TimedFile(io.BufferedReader):
-    """File that reports the seconds of each read."""
-
     def __init__(self, path: Path, on_read: Callable[[float], None]) -> None:
         super().__init__(io.FileIO(path))
         self._on_read = on_read

@@ -97,8 +97,6 @@ class FeatureStatistics:
 
 
 class _Bitmap:
-    """Set of distinct rows with one bit per row of the table."""
-
     def __init__(self, num_rows: int) -> None:
         self.bits = np.zeros(-(-num_rows // 8), np.uint8)
         self._count = 0

@@ -15,8 +15,9 @@ from meseta.errors import error_summary
 from meseta.spec import MesetaError
 
 TOUCHED_ROWS_FILE = "touched.parquet"
+# The bits of the largest table take 8 MiB.
 MAX_TOUCHED_TABLE_ROWS = 1 << 26
-"""Largest number of table rows for which the bits are stored. They take 8 MiB."""
+"""Largest number of table rows for which the bits are stored."""
 
 
 def write_touched(folder: Path, bits: Mapping[str, NDArray[np.uint8] | None]) -> str | None:

@@ -85,7 +85,7 @@ class UnseenValues:
     uncounted_features: tuple[str, ...] = ()
     """Hashed features whose unseen values cannot be counted, because the dataset does not store their trained rows."""
     test_shares: Mapping[str, float] = field(default_factory=dict)
-    """Unseen share in the test split, by feature. Features without a stored share are missing."""
+    """Unseen share in the test split, by feature, if it was recorded."""
 
     def add(self, other: UnseenValues) -> None:
         self.unseen_counts.update(other.unseen_counts)

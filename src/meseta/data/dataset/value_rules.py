@@ -1,7 +1,4 @@
-"""Checks of Parquet files against dataset.json: column types from the footer, and values as they are read.
-
-Other programs than `meseta prepare` may write the files, and training on invalid values must be prevented.
-"""
+"""Checks of Parquet files against dataset.json: column types from the footer, and values as they are read."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from meseta.spec import MesetaError
 Result = TypeVar("Result")
 MAX_ERROR_EXAMPLES = 5
 """Maximum number of error messages to keep, with the position of each bad row."""
+# A larger share is a whole class of rows rather than random damage.
 MAX_RARE_SHARE = 0.01
-"""Maximum share of bad rows for which skipping them is reasonable. A larger share is a whole class of rows rather than
-random damage."""
+"""Maximum share of bad rows for which skipping them is reasonable."""
 MAX_SAMPLED_ROWS = 1_000
 """Maximum number of rows of a block on which the share of bad rows is estimated."""
 MIN_CHECKED_ROWS = 100_000
-"""Number of rows from which a limit given as a share is checked during the run. Below it, only at the end."""
+"""Number of rows from which a limit given as a share is also checked before the end."""
 
 
 @dataclass
@@ -71,7 +71,6 @@ def are_bad_rows_rare(block: Block, work: Callable[[Block], object]) -> bool:
 
 
 def _slice_block(block: Block, ends: Sequence[int], first: int, stop: int) -> Block:
-    """Return rows first..stop-1 of a block. `ends` is the result of `RawFormat.row_ends`."""
     start = ends[first - 1] if first else 0
     return replace(
         block,
@@ -93,7 +92,6 @@ def _bisect(
     work: Callable[[Block], Result],
     parsed: ParsedRows[Result],
 ) -> None:
-    """Apply `work` to rows first..stop-1 of a block, and add the results and errors to `parsed`."""
     try:
         result = work(_slice_block(block, ends, first, stop))
     except MesetaError as error:
@@ -141,13 +139,11 @@ class BadRowCounter:
 
     @property
     def bad_rows(self) -> BadRows:
-        """Number of bad rows and the first errors."""
         return BadRows(num_rows=self._num_bad, first=tuple(self._first_errors))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the counts as plain data, to be restored by `set_state`."""
+        """Return the counts as plain data for `set_state`."""
         return {"num_good": self._num_good, "num_bad": self._num_bad, "first": self._first_errors}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts that `get_state` returned."""
         self._num_good, self._num_bad, self._first_errors = state["num_good"], state["num_bad"], list(state["first"])

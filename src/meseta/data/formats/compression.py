@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from meseta.errors import MesetaError, error_summary, format_value
 
+# A file compressed by `xz -9` needs 65 MB.
 MAX_XZ_BYTES = 256 << 20
-"""Memory limit of an xz decoder. A file compressed by `xz -9` needs 65 MB."""
+"""Memory limit of an xz decoder."""
 # The directory of an archive with one member takes less than 200 KB.
 _MAX_ZIP_DIRECTORY_BYTES = 4 << 20
 _CHUNK_BYTES = 256 << 10
@@ -116,7 +117,7 @@ def _detect_compression(magic: bytes) -> str | None:
 
 
 def strip_compression_suffix(path: str) -> str:
-    """Return `path` without a suffix of compressed files such as .gz."""
+    """Return `path` without a suffix such as .gz."""
     ending = next((ending for ending in _SUFFIXES if path.lower().endswith(ending)), "")
     return path[: len(path) - len(ending)]
 
@@ -143,8 +144,6 @@ def check_content(path: str, head: bytes) -> None:
 
 @runtime_checkable  # beartype asks for it where the tests check every call
 class _Decompressor(Protocol):
-    """Common interface of the decompressors of bz2 and lzma."""
-
     eof: bool
     needs_input: bool
     unused_data: bytes
@@ -290,8 +289,8 @@ class _RestartableStream(io.RawIOBase):
 def restartable_stream(start: Callable[[], Callable[[int], bytes]]) -> ByteStream:
     """Return a seekable stream over content that can only be read forward. Seeking back starts again.
 
-    `start` begins at the first byte and returns a function that reads up to `size` bytes. At the end of the content,
-    the function returns no bytes.
+    `start` begins at the first byte and returns a function that reads up to `size` bytes, and no bytes at the end of
+    the content.
     """
     return io.BufferedReader(_RestartableStream(start), _CHUNK_BYTES)
 

@@ -247,7 +247,7 @@ class Csv(TextFormat):
         return typed_header_roles(self.columns(replace(source, is_typed=False)), sample)
 
     def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the sampled fields of each column, in row order. A file contributes to the columns that it has.
+        """Return the sampled fields of each column, in row order.
 
         `names` are the columns of the first file. Raises MesetaError for a damaged file.
         """
@@ -264,11 +264,8 @@ class Csv(TextFormat):
         return columns | {name: partitions[name] for name in names if name in partitions}
 
     def _sampled_rows(self, source: Source, num_rows: int, num_files: int) -> tuple[tuple[str, ...], list[list[str]]]:
-        """Return (header, sampled rows).
-
-        Rows are read from several places of the file. A compressed, remote or small file is read only from its
-        beginning.
-        """
+        """Return (header, sampled rows)."""
+        # A compressed, remote or small file is read only from its beginning.
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             header, raw_header = self.read_header(source, stream.readline)
             begin, size = len(raw_header), source.size_bytes
@@ -302,7 +299,6 @@ class Csv(TextFormat):
 
 
 def _read_lines(stream: ByteStream, num_bytes: int, stop: int | None = None) -> Iterator[str]:
-    """Yield the lines that begin within the next `num_bytes`, and before position `stop` if it is given."""
     place = 0 if stop is None else stream.tell()
     last = place + num_bytes if stop is None else min(stop, place + num_bytes)
     while place < last and (line := stream.readline(BLOCK_BYTES)):

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
 
 MAX_HEADER_BYTES = 8 << 20
-"""Maximum size of a header. A header whose quotes are not closed within it is rejected."""
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
@@ -34,7 +33,7 @@ def count_records(data: bytes) -> int:
 
 
 def read_header(read_line: Callable[[int], bytes]) -> bytes:
-    """Read the first record with its line break. `read_line` is the `readline` of a stream, which then is after it."""
+    """Read the first record with its line break, through the `readline` of a stream."""
     header = read_line(MAX_HEADER_BYTES)
     while header.count(b'"') % 2 and len(header) < MAX_HEADER_BYTES and (line := read_line(MAX_HEADER_BYTES)):
         header += line

@@ -59,13 +59,12 @@ class Source:
     changed: str
     """Modification time as the file system reports it."""
     delimiter: str = ","
-    """Separator of the fields of a line. Only delimited formats use it."""
+    """Separator of the fields of a line, in delimited formats."""
     header: tuple[str, ...] = ()
-    """Column names of a text file without a header. Empty if the file contains its own names."""
+    """Column names of a text file without a header. Empty if the file has one."""
     is_typed: bool = False
-    """Whether names in the header have a type, as in `user_id:token`. The type is not part of the column name."""
+    """Whether names in the header have a type, as in `user_id:token`, which is not part of the column name."""
     encoding: str = UTF_8
-    """Encoding of the text."""
     partition: Partition = field(default_factory=dict, hash=False)
     """Columns from the folders of the file, with their values."""
 
@@ -105,7 +104,7 @@ class Block:
     end: FilePosition
     """Position of the row after this block."""
     position_bytes: int
-    """Number of bytes of the stored file that were read up to the end of this block. Used to report progress."""
+    """Bytes of the stored file read up to the end of this block, to report progress."""
 
     @property
     def start(self) -> FilePosition:
@@ -141,11 +140,11 @@ class FileHead:
     magic: bytes
     """First four bytes of the stored file."""
     delimiter: str | None = None
-    """Delimiter from the options. `None` if they do not specify one."""
+    """Delimiter from the options, if any."""
     header: tuple[str, ...] = ()
-    """Column names from the options. Empty if they do not specify any."""
+    """Column names from the options, if any."""
     requested_encoding: str | None = None
-    """Encoding from the options. `None` if they do not specify one."""
+    """Encoding from the options, if any."""
 
     @cached_property
     def text(self) -> bytes:
@@ -210,7 +209,6 @@ class ColumnRequest:
     schema: Schema | None = None
     on_scan: ScanProgress = lambda rows, share: None
     skip_bad_rows: bool = False
-    """Whether to skip rows that cannot be parsed."""
 
 
 class RawFormat(ABC):
@@ -302,7 +300,7 @@ class RawFormat(ABC):
         """Return the columns `names` of a parsed block, with the types of `schema`."""
 
     def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
-        """Return the files with column names if the first one has no header. Otherwise returns them unchanged."""
+        """Return the files with column names if the first one has no header, otherwise unchanged."""
         return tuple(sources)
 
     def with_header_from(self, source: Source, layout: RawLayout) -> Source:
@@ -363,7 +361,7 @@ def wrap_source_errors(path: str) -> Iterator[None]:
         text = f"source {path!r} cannot be read ({error_summary(error)}); fetch it again"
         raise reading_error(error, text) from None
     except Exception:
-        # Libraries for remote files raise errors of their own classes.
+        # Libraries for remote files raise other classes of errors.
         if not is_url(path):
             raise
         with wrap_remote_errors("source", path, "read"):

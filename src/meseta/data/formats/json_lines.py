@@ -156,8 +156,8 @@ class JsonLines(TextFormat):
         return sample
 
     def _sample_lines(self, source: Source, num_rows: int) -> Iterator[bytes]:
-        """Yield lines from several places of the file. A compressed, remote or small file is read only from its
-        beginning."""
+        """Yield lines from several places of the file."""
+        # A compressed, remote or small file is read only from its beginning.
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             begin, size = len(self.read_header(source, stream.readline)[1]), source.size_bytes
             stream.seek(begin)
@@ -216,8 +216,8 @@ class _JsonSample:
         if len(self.texts) > _MAX_SPARSE_KEYS and self.num_values < _MIN_DENSITY * self.num_fields:
             raise MesetaError(
                 f"{where} has {len(self.texts):,} different keys in {self.num_rows:,} sampled rows, but a row has only "
-                f"{self.num_values / self.num_rows:.1f} of them on average; store varying data as values instead of "
-                "keys"
+                f"{self.num_values / self.num_rows:.1f} of them on average; store varying data as values "
+                "instead of keys"
             )
         for texts in self.texts.values():
             texts.extend([""] * (self.num_rows - len(texts)))

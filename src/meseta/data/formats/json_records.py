@@ -8,8 +8,8 @@ from typing import Any
 
 from meseta.spec import MesetaError
 
+# A decoded row takes up to 30 times as much memory.
 MAX_ROW_BYTES = 1 << 20
-"""Maximum size of one row. A decoded row takes up to 30 times as much memory."""
 _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 

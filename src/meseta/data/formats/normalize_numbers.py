@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 
 from meseta.data.number_format import NumberFormat
 
-# Stands for the decimal sign while thousands separators are removed, because a separator may be a point.
+# Replaces the decimal sign while thousands separators are removed, because a separator may be a point.
 _POINT_PLACEHOLDER = "\x1f"
 
 

@@ -52,7 +52,6 @@ class Parquet(RawFormat):
         # A .parquet file without the magic bytes is damaged. Opening it raises an error that says so.
 
     def columns(self, source: Source) -> tuple[str, ...]:
-        """Return the names of the top-level columns."""
         return tuple(parquet_schema(source).names)
 
     def layout(self, sources: Sequence[Source], asked: ColumnRequest) -> RawLayout:
@@ -162,7 +161,6 @@ class ParquetCursor:
             self._columns = self._columns or self._file.schema_arrow.names[:1]
             self._resources = stack.pop_all()
         self.num_rows = self._file.metadata.num_rows
-        """Number of rows of the file."""
 
     def read(self, start: FilePosition, stop: FilePosition) -> Block:
         if stop.row > self.num_rows:
@@ -198,14 +196,13 @@ class ParquetCursor:
             self.row += passed.num_rows
 
     def _take(self, num_rows: int) -> pa.RecordBatch:
-        """Return the next rows. They are not copied if they were decoded together."""
+        """Return the next rows, without a copy if they were decoded together."""
         self._decode(num_rows)
         self.row += num_rows
         [rows] = self._decoded.take(num_rows).combine_chunks().to_batches()
         return rows
 
     def _decode(self, num_rows: int) -> None:
-        """Decode until at least `num_rows` rows are buffered."""
         while self._decoded.num_rows < num_rows:
             batch = next(self._batches or iter(()), None)
             if batch is None:

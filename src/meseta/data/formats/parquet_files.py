@@ -71,15 +71,11 @@ def source_schema(source: Source, types: Mapping[str, pa.DataType] | None = None
 def sample_parquet(
     sources: Sequence[Source], columns: Sequence[str], max_rows: int = MAX_SAMPLE_ROWS
 ) -> dict[str, list[pa.Array]]:
-    """Return sampled values of each column, as one array per batch.
+    """Return approximately `max_rows` sampled values of each column, as one array per batch.
 
-    Arrays keep the types of their files, but dictionaries are decoded. A file contributes to the columns that it has,
-    and columns from folders are sampled from all files. Raises MesetaError if a file is damaged.
-
-    Args:
-        sources: Files to sample from. Only some of them are read.
-        columns: Names of the columns.
-        max_rows: Approximate maximum number of rows to sample.
+    Only some of the `sources` are read. Arrays keep the types of their files, but dictionaries are decoded. A file
+    contributes to the columns that it has, and columns from folders are sampled from all files. Raises MesetaError if a
+    file is damaged.
     """
     chosen = sample_sources(sources)
     num_rows = min(rows_per_file(len(columns), len(chosen)), -(-max_rows // len(chosen)))
@@ -107,7 +103,6 @@ def read_batches(
 
 
 def _sample_batches(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches from equally spaced row groups."""
     with wrap_source_errors(source.path), open_parquet(source.path) as file:
         present = {*file.schema_arrow.names}
         names = [name for name in columns if name in present]

@@ -114,7 +114,6 @@ def _check_same_columns(source: Source, first: Source, expected: Sequence[str], 
 
 
 def _exclude(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return `names` without those in `known`, in order."""
     present = {*known}
     return [name for name in names if name not in present]
 
@@ -209,7 +208,8 @@ def _infer_role(field: pa.Field, types: ColumnTypes, texts: Sequence[str] | None
 
 
 def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
-    """Return sampled values as CSV spells them. Whole numbers have no decimal point, whatever their type is."""
+    """Return sampled values as CSV spells them."""
+    # Whole numbers have no decimal point, whatever their type is.
     texts: list[str] = []
     for array in arrays:
         if pa.types.is_boolean(array.type) or is_fractional(array.type):
@@ -225,17 +225,16 @@ def _to_texts(arrays: Sequence[pa.Array]) -> list[str]:
 
 
 def _distinct_items(lists: pa.Array) -> pa.Array:
-    """Return the distinct items of lists. Of (id, weight) pairs, return the ids."""
     if not is_list(lists.type):  # Only nulls.
         return lists
     items = decode_values(pc.list_flatten(lists))
     return pc.unique(decode_values(pc.struct_field(items, [0])) if is_weighted_id(items.type) else items)
 
 
-def parquet_layout_from_schema(source: Source, wanted: Schema) -> RawLayout:
+def parquet_layout_from_schema(source: Source, schema: Schema) -> RawLayout:
     """Return the layout of one file that a schema specifies. Raises MesetaError if a column is missing or has a wrong
     type."""
-    return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), wanted)
+    return _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
 
 
 def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> RawLayout:

@@ -42,13 +42,10 @@ class ColumnTypes:
         return pa.schema([pa.field(name, self._common_type(name)) for name in self._names])
 
     def check_compatible(self, name: str, *, as_ids: bool = False, of_fractions: bool = True) -> None:
-        """Raise MesetaError if the types of a column in different files are incompatible.
+        """Raise MesetaError if the types of a column in different files are incompatible. Unknown columns are accepted.
 
-        Args:
-            name: Column to check. Unknown columns are accepted.
-            as_ids: Also reject pairs of a boolean and a number, which are spelled differently as ids. Reject a common
-                type that cannot be a feature if one of the types can.
-            of_fractions: Argument of `can_be_feature`.
+        `as_ids` also rejects pairs of a boolean and a number, which are spelled differently as ids, and a common type
+        that cannot be a feature if one of the types can. `of_fractions` is passed to `can_be_feature`.
         """
         kinds = self._paths.get(name, {})
         for (one, path), (other, other_path) in itertools.combinations(kinds.items(), 2):
@@ -169,7 +166,6 @@ def _common_text(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return the type with the larger range, or float64 if no integer or decimal type holds both."""
     if pa.types.is_boolean(one) or pa.types.is_boolean(other):
         return other if pa.types.is_boolean(one) else one
     if pa.types.is_floating(one) or pa.types.is_floating(other):
@@ -182,7 +178,6 @@ def _common_number(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _common_decimal(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a decimal type with all digits of both types."""
     digits = [(kind.precision, kind.scale) if pa.types.is_decimal(kind) else (20, 0) for kind in (one, other)]
     scale = max(scale for _, scale in digits)
     precision = max(precision - scale for precision, scale in digits) + scale

@@ -77,16 +77,10 @@ def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *
 def read_texts(
     raw: bytes, header: Sequence[str], names: Sequence[str], *, delimiter: str = "\t", is_quoted: bool = False
 ) -> list[pa.Array]:
-    """Return the fields of some columns as text, one string array [n] per column.
+    """Return the fields of the columns `names` as text, one string array [n] per column.
 
-    The rows must have been parsed before. Bytes that are not UTF-8 become question marks.
-
-    Args:
-        raw: Lines, or records of CSV.
-        header: Names of all columns.
-        names: Columns to return.
-        delimiter: Separator of fields.
-        is_quoted: Whether quotes have a meaning, as in CSV.
+    `raw` has lines, or records of CSV, that were parsed before. `header` has the names of all columns. `is_quoted`
+    means that quotes have a meaning, as in CSV. Bytes that are not UTF-8 become question marks.
     """
     # The first of several columns with the same name counts.
     first = {name: place for place, name in reversed(list(enumerate(header)))}
@@ -125,7 +119,6 @@ class CsvColumns:
     layout: RawLayout
     table: pa.Table
     table_names: dict[str, str]
-    """Name of each column in `table`."""
 
     def numbers(self, name: str) -> pa.Array:
         column = self.raw_numbers(name)
@@ -145,7 +138,7 @@ class CsvColumns:
         return self.table.column(self.table_names[name]).chunk(0)
 
     def normalize_numbers(self, texts: pa.Array) -> pa.Array:
-        """Return number texts [n] in plain decimal notation, without the characters of the number format."""
+        """Return number texts [n] in plain decimal notation."""
         number_format = self.layout.number_format
         return texts if number_format is None else normalize_numbers_strictly(number_format, texts).cast(pa.string())
 
@@ -209,7 +202,7 @@ class CsvColumns:
 
 
 def _has_word_label(block: Block, raw: bytes, layout: RawLayout) -> bool:
-    """Whether a label of the first record is a word such as true. Later labels then most likely are words too."""
+    # If the first label is a word, later labels most likely are words too.
     with contextlib.suppress(csv.Error, ValueError):
         fields = parse_header(read_header(io.BytesIO(raw).readline), block.source.delimiter)
         if len(fields) == len(block.header):
@@ -222,7 +215,6 @@ def _is_label_word(text: str) -> bool:
 
 
 def _parse_number(text: bytes) -> float:
-    """Return the number that a text spells, or NaN."""
     try:
         return math.nan if b"_" in text else float(text)
     except ValueError:
@@ -230,7 +222,6 @@ def _parse_number(text: bytes) -> float:
 
 
 def _locate_error(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
-    """Return an error that names the first bad field of a block that could not be parsed."""
     source = f"source {str(block.source.path)!r}"
     first = block.first_line + 1
     try:
@@ -245,7 +236,7 @@ def _locate_error(block: Block, raw: bytes, layout: RawLayout, detail: str) -> M
 
 
 def _invalid_record_reason(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
-    """Return the rest of an error message for an invalid record, which follows the line number, or `None`."""
+    """Return the end of an error message for an invalid record, which follows the line number, or `None`."""
     if record.count(b'"') % 2:
         return ": a quote is not closed, or it is inside a field without quotes"
     if len(fields) != len(block.header):

@@ -166,7 +166,6 @@ def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
 
 
 def _format_value(value: pa.Scalar) -> str:
-    """Format a value for error messages."""
     try:
         return repr(value.as_py())
     except (ValueError, OverflowError):
@@ -178,8 +177,8 @@ def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]
     """Return (values as text, None), or (array, index) of the first number that is not whole.
 
     Missing values become empty strings. With `is_exact`, doubles up to 2^64 and all digits of decimals are kept.
-    Otherwise decimals are rounded to double, as former versions did.
     """
+    # Without `is_exact`, decimals are rounded to double, as former versions did.
     if not is_fractional(array.type):
         return _as_strings(array), None
     values = _to_float64(array)
@@ -202,7 +201,6 @@ def _to_texts(array: pa.Array, *, is_exact: bool) -> tuple[pa.Array, int | None]
 
 
 def _as_strings(array: pa.Array) -> pa.Array:
-    """Return integers as decimal text and text as it is. Missing values become empty."""
     if not is_text(array.type):
         array = array.cast(pa.string())
     return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

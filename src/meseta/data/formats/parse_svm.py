@@ -119,12 +119,11 @@ def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) 
 
 
 def _to_float64(column: pa.Array) -> NDArray[np.float64]:
-    """Return writable float64 [n]. A leading plus sign is allowed, as in the label +1."""
+    # A leading plus sign is allowed, as in the label +1.
     return np.array(pc.ascii_ltrim(column, "+").cast(pa.float64()).to_numpy())
 
 
 def _locate_error(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaError:
-    """Return an error that names the first bad token of a block that could not be parsed."""
     source = f"source {str(block.source.path)!r}"
     form = "field:index:value" if has_fields else "index:value"
     lines = raw.split(b"\n")[:-1]

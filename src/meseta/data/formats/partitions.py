@@ -10,7 +10,7 @@ import pyarrow as pa
 from meseta.data.schema.infer import MIN_EVIDENCE_ROWS, ColumnRole, infer_role, parse_number
 from meseta.spec import MesetaError
 
-# Folder values that stand for a missing value.
+# Folder values that mean a missing value.
 _MISSING_VALUES = ("", "__HIVE_DEFAULT_PARTITION__")
 
 Partition = Mapping[str, str | None]
@@ -29,7 +29,7 @@ def parse_partition(path: str, inner: str) -> dict[str, str | None]:
             continue
         try:
             key, value = (unquote(text, errors="strict") for text in (key, value))
-            # Raises UnicodeError for surrogates, which stand for undecodable bytes of a path.
+            # Raises UnicodeError for surrogates, which replace undecodable bytes of a path.
             f"{key}{value}".encode()
         except UnicodeError:
             raise MesetaError(f"source {path!r}: folder {folder!r} is not valid UTF-8; rename it") from None

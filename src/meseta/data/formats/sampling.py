@@ -9,14 +9,15 @@ from meseta.data.formats.compression import ByteStream
 from meseta.data.formats.format import Source
 from meseta.data.schema.infer import MAX_SAMPLE_ROWS
 
+# Fewer rows are sampled from files with many columns.
 MAX_SAMPLED_FIELDS = 4_000_000
-"""Maximum number of sampled fields. Fewer rows are sampled from files with many columns."""
 _MIN_ROWS = 2000
 _MAX_FILES = 8
 NUM_PIECES = 8
 """Number of places from which rows of a seekable file are sampled."""
+# Limits the number of long rows.
 MAX_SAMPLE_BYTES = 64 << 20
-"""Maximum number of bytes of text to sample from all files. Limits the number of long rows."""
+"""Maximum number of bytes of text to sample from all files."""
 _MAX_LINE_BYTES = 8 << 20
 MAX_SMALL_FILE_BYTES = 4 << 20
 """Maximum size of files that are sampled only from their beginning."""

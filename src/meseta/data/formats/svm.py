@@ -76,7 +76,6 @@ class Libsvm(TextFormat):
         return pa.schema([pa.field(name, pa.int64()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Return the groups."""
         return pa.record_batch([_groups(block, raw_text(block)) for _ in names], schema)
 
 
@@ -90,7 +89,7 @@ class Libffm(Libsvm):
 
 
 def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
-    """Return the features that the options or the schema select, all features if this is empty."""
+    """Return the features that the options or the schema select. Empty means all."""
     named, schema = asked.named_columns, asked.schema
     known = {"label", "categorical", "ignore", "group"}
     if (
@@ -112,7 +111,7 @@ def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
 
 
 def _groups(block: Block, raw: bytes) -> pa.Array:
-    """Return the group after `qid:` in each row. Raises MesetaError if a row has none."""
+    """Return the group of each row. Raises MesetaError if a row has no `qid:`."""
     groups = re.findall(rb"^(?:[^\s#]+[ \t]+)?qid:(-?\d+)", raw, re.MULTILINE)
     if len(groups) != block.num_rows:
         raise MesetaError(f"keys: source {block.source.path!r}: not all rows have a qid; remove it from the keys")

@@ -29,17 +29,9 @@ def infer_svm_layout(
 ) -> RawLayout:
     """Return a layout with one multi-valued feature per field, in numeric order, or with the `chosen` features.
 
-    A feature has weights if any of its values is not 1.
-
-    Args:
-        sources: Files to scan.
-        chosen: Names of the features to use. Empty for all.
-        on_rows: Progress callback.
-        skip_bad: Whether to skip rows that cannot be parsed.
-        has_fields: Whether the format is libffm.
-
-    Raises:
-        MesetaError: A row cannot be parsed, no row has a chosen feature, or there are more than 1,000 fields.
+    A feature has weights if any of its values is not 1. With `skip_bad`, rows that cannot be parsed are skipped.
+    `has_fields` means libffm. Raises MesetaError if a row cannot be parsed, no row has a chosen feature, or there are
+    more than 1,000 fields.
     """
     weighted_fields, has_groups = _scan(
         sources, on_rows, partial(_scan_block, skip_bad=skip_bad, has_fields=has_fields)
@@ -111,7 +103,6 @@ def _scan(
 
 
 def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_BlockScan]:
-    """Scan a block as a whole, or each range of rows between bad ones."""
     scan_rows = partial(_scan_rows, has_fields=has_fields)
     return parse_good_rows(block, scan_rows).results if skip_bad else [scan_rows(block)]
 

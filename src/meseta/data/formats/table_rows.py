@@ -142,7 +142,6 @@ def _label(columns: BlockColumns, layout: RawLayout, name: str) -> NDArray[np.fl
 
 
 def _to_float64(numbers: pa.Array) -> NDArray[np.float64]:
-    """Return numbers with missing values as NaN."""
     return numbers.to_numpy(zero_copy_only=False)
 
 
@@ -155,7 +154,6 @@ def _dense(columns: BlockColumns, layout: RawLayout, name: str) -> tuple[NDArray
 
 
 def _non_finite_to_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a copy in which missing and non-finite values are NaN."""
     return np.where(np.isfinite(values), values, np.nan)
 
 

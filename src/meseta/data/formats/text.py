@@ -87,11 +87,9 @@ class TextFormat(RawFormat):
         return rows
 
     def cursor(self, source: Source, columns: Sequence[str]) -> TextCursor:
-        """Open a file to read ranges of rows by their byte offsets."""
         return TextCursor(self, source)
 
     def is_seekable(self, source: Source) -> bool:
-        """Whether the file is neither compressed nor in an encoding other than UTF-8."""
         with wrap_source_errors(source.path), open_text(source) as (stream, stored):
             return stream is stored
 

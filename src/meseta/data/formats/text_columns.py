@@ -47,17 +47,9 @@ def infer_text_layout(
 ) -> RawLayout:
     """Return the layout of text columns.
 
-    Roles are taken from `named`, then from `known`, and otherwise inferred from names and sampled values.
-
-    Args:
-        where: Prefix of error messages.
-        columns: Sampled values of each column.
-        named: Roles from the options.
-        has_names: Whether the file has a header.
-        known: Roles that do not need to be inferred.
-
-    Raises:
-        MesetaError: No label can be determined.
+    Roles are taken from `named` (the options), then from `known`, and otherwise inferred from names and the sampled
+    values in `columns`. `has_names` means that the file has a header. Raises MesetaError if no label can be determined.
+    The message starts with `where`.
     """
     names = list(columns)
     if not any(columns.values()):

@@ -93,7 +93,6 @@ class CriteoTsv(TextFormat):
         return pa.schema([pa.field(name, pa.string()) for name in names])
 
     def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
-        """Return fields as text."""
         raw = raw_text(block)
         header = CRITEO_LAYOUT.header[-(raw.partition(b"\n")[0].count(b"\t") + 1) :]
         return pa.record_batch(read_texts(raw, header, names), schema)
@@ -131,7 +130,6 @@ def _parse_tsv(block: Block, raw: bytes, *, has_labels: bool) -> RawRows:
 
 
 def _locate_error(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> MesetaError:
-    """Return an error that names the first bad field of a block that could not be parsed."""
     names = list(_COLUMN_TYPES)
     left_out = 0 if has_labels else 1
     for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_row + 1):

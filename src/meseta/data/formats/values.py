@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from meseta.data.hash_categories import hash_categories
 from meseta.data.schema.infer import FALSE_WORDS, MISSING_TEXTS, TRUE_WORDS
 
+# The ASCII unit separator, which click logs do not contain.
 CROSS_SEPARATOR = "\x1f"
-"""Separator between the values of a cross, the ASCII unit separator. Click logs do not contain it."""
 
 # (smallest absolute value, units per second) of numbers that are nano-, micro- and milliseconds. As seconds, the
 # smallest one would be after the year 5138.
@@ -141,7 +141,7 @@ def _timestamps_to_seconds(column: pa.Array) -> NDArray[np.float64]:
 
 
 def _time_kind(value: object) -> type | None:
-    """Return the kind of a value: float (number), str (ISO 8601), NoneType (missing), or `None` if it is not a time."""
+    """Return float (number), str (ISO 8601), NoneType (missing), or `None` if the value is not a time."""
     text = value if isinstance(value, str | bytes) else str(value)
     try:
         if np.isnan(parse_times(pa.array([text]))[0]):

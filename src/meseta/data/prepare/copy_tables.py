@@ -25,8 +25,8 @@ def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> D
     returns their content. Existing files are replaced. Files that are missing or outside of the dataset folder keep
     their paths.
 
-    Raises OSError if the folder cannot be written, any error of `fetch`, and MesetaError if a fetched vocabulary is not
-    the one with which the ids were made.
+    Raises OSError if the folder cannot be written, MesetaError if a fetched vocabulary has another digest, and any
+    error of `fetch`.
     """
     names = {
         f.name: f"{VOCABULARY_FOLDER}/{to_file_name(f.name)}.parquet"

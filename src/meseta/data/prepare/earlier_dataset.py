@@ -149,9 +149,8 @@ def find_matching_sources(
     """Return (raw files, layout of their rows) for files that have the columns of an earlier dataset.
 
     The columns may be in any order, and other columns may be present. If no file has labels, or all labels are empty,
-    the layout has neither labels nor a weight, and the group is left out if a file lacks it. The time is left out if a
-    file lacks it. All rows belong to the test split. `encoding` is that of the text, by default that of the earlier
-    files.
+    the layout has neither labels nor a weight. A time that a file lacks is left out, and without labels also the group.
+    All rows belong to the test split. `encoding` is that of the text, by default that of the earlier files.
 
     Raises MesetaError as `find_sources` does, if a file lacks a feature or one of several labels, if the files have
     another format, or if the types of columns do not fit.
@@ -179,7 +178,6 @@ def find_matching_sources(
 
 
 def _prefer_file_columns(source: Source, layout: RawLayout) -> Source:
-    """Return the source without the partition columns that the file has too."""
     # Columns of the file take precedence, because datasets of earlier versions did not use partition columns.
     names = source.format.columns_for(source, layout) if source.partition else ()
     made = {key: value for key, value in source.partition.items() if key in layout.partition_keys}

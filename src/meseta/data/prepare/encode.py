@@ -28,15 +28,14 @@ class EncodedBlock:
     """Encoded rows of one block by split."""
 
     splits: dict[str, pa.RecordBatch]
-    """Rows by name of the split. Splits without rows are left out."""
+    """Rows by split. Splits without rows are left out."""
     value_counts: dict[str, pa.Table]
     """Values in the training rows and their counts, for each feature with a vocabulary."""
     num_non_finite: tuple[int, ...]
     """Number of inf and NaN values in each dense feature, as in `RawRows.num_non_finite`."""
     num_unlabeled: int
-    """Number of rows that were left out because they have none of several labels."""
+    """Number of rows left out because they have none of several labels."""
     block: Block
-    """Block of raw rows."""
     split_ids: NDArray[np.int8]
     """Index in SPLITS of the split of each row [num_rows], or NO_SPLIT if the row was left out."""
 
@@ -55,12 +54,9 @@ class Encoder:
     ) -> None:
         """Create an encoder.
 
-        Args:
-            layout: Layout of the raw files.
-            splitter: Assigns rows to splits.
-            hash_seeds: Seed of the hash function of each sparse feature.
-            hash_rows: Number of table rows of each hashed feature. Other features have vocabularies.
-            keep_unlabeled: Whether rows without any of several labels are kept, for prediction.
+        `hash_seeds` has a seed for each sparse feature, and `hash_rows` the number of table rows of each hashed
+        feature. Other features have vocabularies. With `keep_unlabeled`, rows without any of several labels are kept,
+        for prediction.
         """
         self.layout = layout
         self.hash_rows = hash_rows

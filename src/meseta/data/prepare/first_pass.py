@@ -45,9 +45,8 @@ class ReadProgress:
     """Index of the current file, or the number of files at the end."""
     num_rows: int
     place: FilePosition
-    """Position of the next row in the current file."""
     position_bytes: int
-    """Number of bytes of the stored file that have been read."""
+    """Bytes of the stored file that have been read."""
 
 
 @runtime_checkable
@@ -58,7 +57,7 @@ class BlockObserver(Protocol):
         """Receive the next block of source number `source`, with the results of encoding it."""
 
     def get_state(self) -> Any:
-        """Return plain data from which `set_state` of another observer continues."""
+        """Return plain data for `set_state` of another observer."""
 
     def set_state(self, state: Any) -> None:
         """Restore the result of `get_state`."""
@@ -227,7 +226,6 @@ class FirstPass:
             raise error.with_suffix(", or leave such rows out with --bad-rows skip") from None
 
     def _resume(self) -> ReadProgress:
-        """Restore the last committed state and return its progress."""
         state = self.staging.state.get("read")
         if state is None:
             return ReadProgress(0, 0, FilePosition(), 0)

@@ -35,7 +35,6 @@ class EncodedRows:
     keys: pa.RecordBatch | None
     """Raw key columns of the same rows. `None` if no keys were requested."""
     unseen: UnseenValues
-    """Numbers of unseen values among these rows."""
     num_non_finite: tuple[int, ...]
     """Number of inf and NaN values in each dense feature."""
 
@@ -87,7 +86,6 @@ class NewRows:
         )
         self._allow_unseen = allow_unseen
         self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
-        """Number of rows of each file that have been read so far."""
         self.non_finite: Counter[str] = Counter()
         self.bad_rows = None if max_bad_rows is None else BadRowCounter(max_bad_rows)
         self._earlier = earlier
@@ -121,7 +119,6 @@ class NewRows:
 
     @property
     def key_schema(self) -> pa.Schema:
-        """Schema of `EncodedRows.keys`."""
         return pa.schema([]) if self._keys is None else self._keys.schema
 
     def read(self, progress: NewRowsProgress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:

@@ -15,7 +15,7 @@ from meseta.spec import MesetaError
 HELD_OUT_SPLITS = ("test", "valid")
 """Splits other than the training split."""
 SPLIT_RULES = ("fraction", "files", "after")
-"""Rules that can define a held-out split. They are the second parts of option names such as --test-fraction."""
+"""Rules that can define a held-out split, as in option names such as --test-fraction."""
 DEFAULT_TEST_FRACTION = 0.1
 """Share of the test split if no option defines it."""
 
@@ -39,15 +39,14 @@ class PrepareOptions:
     valid_fraction: float | None = None
     """Share of rows in the valid split. `None` and 0 mean no valid split, unless valid_files or valid_after is set."""
     valid_after: str | None = None
-    """Time (a number, or ISO 8601) at which the valid split starts. It ends at the test split. It implies split_by
-    'time'."""
+    """Time (a number, or ISO 8601) at which the valid split starts. It implies split_by 'time', and the test split
+    follows."""
     split_by: str | None = None
     """Rule for splits that are shares. `None` draws rows by `seed`. 'group' draws whole groups by `seed`. 'time' uses
     the last rows as test split and the rows before them as valid split."""
     seed: int = 0
     """Seed of the random split and of the hashes, in 0..2**63-1."""
     hash_rows: int = 100_000
-    """Number of table rows of each hashed feature."""
     hash_rows_by_feature: Mapping[str, int] = field(default_factory=dict)
     """Number of table rows by feature, for exceptions such as {"cat_2": 5_000_000}."""
     vocabulary: bool = False
@@ -57,8 +56,7 @@ class PrepareOptions:
     label: str | Sequence[str] | None = None
     """Label columns of CSV and Parquet, as names or patterns such as 'is_*'. `None` finds the label by its name."""
     dense: Sequence[str] = ()
-    """Numeric columns of CSV and Parquet, as names or patterns. The roles of columns that no option names are
-    inferred."""
+    """Numeric columns of CSV and Parquet, as names or patterns. Roles of unnamed columns are inferred."""
     sparse: Sequence[str] = ()
     """Categorical columns, as names or patterns. A column may be dense and sparse. For libffm and libsvm, only these
     fields are used."""
@@ -73,16 +71,15 @@ class PrepareOptions:
     encoding: str | None = None
     """Encoding of the text, as a Python codec name. `None` means that of the schema, of a byte order mark, or UTF-8."""
     bad_rows: str = "error"
-    """Treatment of rows that cannot be parsed: 'error' stops at the first one, 'skip' leaves them out and counts
-    them."""
+    """Treatment of rows that cannot be parsed: 'error' stops at the first one, 'skip' counts and skips them."""
     max_bad_rows: int | float = 0.01
-    """Maximum number (int) or share (float) of skipped rows. More are an error."""
+    """Maximum number (int) or share (float) of skipped rows."""
     recipe_only: bool = False
-    """Whether to write a recipe without rows, see `meseta.data.recipe`. Readers then make the rows from the sources."""
+    """Whether to write a recipe without rows, see `meseta.data.recipe`."""
     force: bool = False
     num_threads: int | None = None
-    """Number of worker threads. `None` means one per core that the process may use. The result does not depend on
-    it."""
+    """Number of worker threads, which does not affect the result. `None` means one per core that the process may
+    use."""
 
     def __post_init__(self) -> None:
         check_not_url("prepare: --out", self.out)
@@ -127,8 +124,8 @@ class PrepareOptions:
         test, valid = self.split_fraction("test") or 0.0, self.split_fraction("valid") or 0.0
         if test + valid >= 1:
             raise MesetaError(
-                f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; decrease "
-                "one"
+                f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; "
+                "decrease one"
             )
 
     def _check_split_by(self) -> None:

@@ -39,7 +39,7 @@ class PrepareLikeOptions:
     vice versa."""
     out: Path
     like: Path
-    """Folder of a dataset, or of a run that keeps a copy of the encoding of its dataset."""
+    """Folder of a dataset, or of a run, which keeps the encoding of its dataset."""
     bad_rows: str = "error"
     max_bad_rows: int | float = 0.01
     encoding: str | None = None
@@ -47,8 +47,8 @@ class PrepareLikeOptions:
     force: bool = False
     """Whether `out` is replaced if it is a prepared dataset."""
     num_threads: int | None = None
-    """Number of worker threads. `None` means one per core that the process may use. The result does not depend on
-    it."""
+    """Number of worker threads, which does not affect the result. `None` means one per core that the process may
+    use."""
 
 
 def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None = None) -> tuple[Dataset, UnseenValues]:
@@ -91,7 +91,6 @@ def prepare_like(options: PrepareLikeOptions, progress: NewRowsProgress | None =
 
 
 def _drop_unlabeled(batch: pa.RecordBatch, labels: Sequence[str]) -> pa.RecordBatch:
-    """Return the rows that have at least one label. Without label columns, all rows are returned."""
     if not any(batch[name].null_count for name in labels):
         return batch
     return batch.filter(pa.array(np.any([batch[name].is_valid() for name in labels], axis=0)))
@@ -101,7 +100,6 @@ class _PartFileWriter:
     """Writer of the part files of a split. A file has at most 16 row groups of 32,768 rows."""
 
     def __init__(self, out: Path, labels: Sequence[str]) -> None:
-        """Create the writer. `out` is the dataset folder, `labels` are the label columns of the rows."""
         self._out = out
         self._positives, self._label_counts = dict.fromkeys(labels, 0.0), dict.fromkeys(labels, 0)
         self._unwritten = RowQueue()
@@ -109,13 +107,11 @@ class _PartFileWriter:
         self._files: list[DataFile] = []
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Append rows."""
         self._unwritten.add(batch)
         while self._unwritten.num_rows >= ROW_GROUP_ROWS:
             self._write(ROW_GROUP_ROWS)
 
     def finish(self) -> Split:
-        """Write the remaining rows and return the description of the split."""
         if self._unwritten.num_rows:
             self._write(self._unwritten.num_rows)
         self.close()
@@ -129,7 +125,6 @@ class _PartFileWriter:
         )
 
     def close(self) -> None:
-        """Close the current file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

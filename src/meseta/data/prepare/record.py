@@ -23,7 +23,7 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
     """Return everything that determines the rows of a dataset as plain data: the options, and the files with size and
     change time.
 
-    A schema file is recorded with its content. Raises MesetaError if it cannot be read.
+    Includes the content of a schema file. Raises MesetaError if it cannot be read.
     """
     chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _IRRELEVANT_OPTIONS}
     chosen["valid_fraction"] = options.valid_fraction or None  # Both mean that there is no valid split.

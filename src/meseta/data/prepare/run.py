@@ -208,7 +208,6 @@ def _parse_time(option: str, text: str | None) -> float | None:
 
 
 def _load_or_make_survey(surveyor: Surveyor, staging: Staging) -> Survey:
-    """Return the survey of an interrupted process, or make and commit one."""
     if "survey" in staging.state:
         return Survey.from_dict(staging.state["survey"])
     survey = surveyor.survey()

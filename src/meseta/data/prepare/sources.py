@@ -27,19 +27,15 @@ def find_sources(
     header: Sequence[str] = (),
     encoding: str | None = None,
 ) -> tuple[Source, ...]:
-    """Return the raw files in the order of `patterns`. Files of a folder or pattern are sorted by path.
+    """Return the raw files in the order of `patterns`, which are files, folders, URLs or patterns. Files of a folder or
+    pattern are sorted by path.
 
-    Args:
-        patterns: Files, folders, URLs or patterns.
-        split_files: Patterns of the files that form a whole split. These files come last in the result.
-        split_rest: Whether each row of the other files gets its own split. Otherwise they are training rows.
-        delimiter: Delimiter of CSV. If it is set, all text is parsed as CSV.
-        header: Column names of CSV without a header line. If it is set, all text is parsed as CSV.
-        encoding: Encoding of text. `None` means that of the byte order mark, or UTF-8.
+    The files that match `split_files` form a whole split, and come last in the result. With `split_rest`, each row of
+    the other files gets its own split. Otherwise they are training rows. If the `delimiter` or the column names in
+    `header` are set, all text is parsed as CSV. `encoding` of `None` means that of the byte order mark, or UTF-8.
 
-    Raises:
-        MesetaError: A file is missing, unreadable, empty or listed twice, a folder is a prepared dataset, or the files
-            have different formats.
+    Raises MesetaError if a file is missing, unreadable, empty or listed twice, a folder is a prepared dataset, or the
+    files have different formats.
     """
     whole: dict[str, SourceSplit] = {}
     partitions: dict[str, Partition] = {}
@@ -102,7 +98,6 @@ def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
 
 
 def _expand(patterns: Sequence[str]) -> dict[str, Partition]:
-    """Return the files that match `patterns`, with the columns that their partition folders define."""
     partitions: dict[str, Partition] = {}
     for pattern in patterns:
         try:

@@ -16,11 +16,10 @@ from meseta.spec import MesetaError
 
 SplitBy = Literal["time", "group"]
 TRAIN, VALID, TEST = range(len(SPLITS))
-"""Indices of the splits in SPLITS."""
 NO_SPLIT = -1
 """Split of a row that is left out."""
+# A separate key, so that the random words of groups differ from those of row numbers.
 _GROUPS_KEY = 1
-"""Key of the random words of groups, so that they differ from those of row numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +28,17 @@ class Splitter:
 
     seed: int
     test_fraction: float = 0.0
-    """Share of the rows, or of the groups, in the test split. They are drawn by `seed`, or are the last rows if split
-    by time."""
+    """Share of the rows or groups in the test split. They are drawn by `seed`, or are the last rows if split by
+    time."""
     valid_fraction: float = 0.0
-    """Share of the rows, or of the groups, in the valid split. They are drawn by `seed`, or precede the test split if
-    split by time."""
+    """Share of the rows or groups in the valid split. They are drawn by `seed`, or precede the test split if split by
+    time."""
     by: SplitBy | None = None
     """Column that decides the split. `None` means that the row number decides."""
     test_from: float | None = None
-    """First second of the test split. `None` if it is unknown yet, or if there is no test split by time."""
+    """First second of the test split. `None` if it is unknown yet, or if there is no such split by time."""
     valid_from: float | None = None
-    """First second of the valid split. `None` if it is unknown yet, or if there is no valid split by time."""
+    """First second of the valid split. `None` if it is unknown yet, or if there is no such split by time."""
 
     def assign_splits(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
         """Return TRAIN, VALID or TEST for each row [n] of a block. `first_global_row` is its first row in all sources.

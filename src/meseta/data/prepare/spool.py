@@ -24,8 +24,7 @@ def partial_label_counts(known: Mapping[str, int], num_rows: int) -> dict[str, i
 class SplitTally:
     """Running totals of a split, computed over windows of exactly 65,536 rows. The last window may be shorter.
 
-    Record batches of any size are added in order. All totals depend on the rows alone, not on the block size of the
-    sources.
+    Record batches of any size are added in order. They do not affect the totals.
     """
 
     def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
@@ -39,7 +38,6 @@ class SplitTally:
         self.num_rows = 0
         self.positives = dict.fromkeys(labels, 0.0)
         self.label_counts = dict.fromkeys(labels, 0)
-        """Number of samples that have each label."""
         self.moments = Moments(len(dense))
 
     @property
@@ -121,7 +119,6 @@ class Spool(SplitTally):
         self._sink: pa.NativeFile | None = None
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._spans: list[tuple[int, int]] = []
-        """Start and end of each window in the file."""
 
     def close(self) -> None:
         super().close()
@@ -139,11 +136,10 @@ class Spool(SplitTally):
                 yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state with the positions of the windows in the file."""
         return {"spans": self._spans, **super().get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `get_state`. The file is truncated to the windows in that state."""
+        """Restore the result of `get_state`, and truncate the file to its windows."""
         super().set_state(state)
         self._spans = [(start, end) for start, end in state["spans"]]
         if self._path.exists():

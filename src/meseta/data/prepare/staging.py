@@ -20,17 +20,17 @@ from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
 JOURNAL_FILE = "meseta-prepare-unfinished.json"
+# If the process is killed, about this much work is lost.
 COMMIT_INTERVAL_S = 20.0
-"""Minimum interval in seconds between two commits to the journal. About this much work is lost if the process is
-killed."""
+"""Minimum interval in seconds between two commits to the journal."""
 
 
 class Staging:
     """Temporary folder with a journal of the work that is complete."""
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
-        """Load the journal of `folder`. `key` is everything that the work depends on. A journal with another key is
-        ignored."""
+        """Load the journal of `folder`. It is ignored unless it was written with the same `key`, which contains
+        everything that the work depends on."""
         self.folder = folder
         self.scratch = folder / "spool"
         """Folder for temporary files that are not part of the finished folder."""
@@ -140,7 +140,7 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
 
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
-    """Context manager that creates `folder` if necessary and locks it. The OS releases the lock if the process dies."""
+    # The OS releases the lock if the process dies.
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

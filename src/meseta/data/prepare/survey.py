@@ -29,7 +29,7 @@ from meseta.spec import MesetaError
 _CHUNK_ROWS = 1 << 20
 
 _ParsedPart = tuple[RawRows, NDArray[np.int8]]
-"""Parsed rows, and the splits of these rows as far as they are known."""
+"""Parsed rows with their splits, as far as these are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Survey:
     """Result of a survey as plain data."""
 
     test_from: float | None = None
-    """First second of the test split, since 1970-01-01 UTC. `None` if rows are not split by time."""
+    """First second of the test split, since 1970-01-01 UTC. `None` unless rows are split by time."""
     valid_from: float | None = None
-    """First second of the valid split, since 1970-01-01 UTC. `None` if rows are not split by time."""
+    """First second of the valid split, since 1970-01-01 UTC. `None` unless rows are split by time."""
     boundaries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Bucket boundaries of each column that is divided by its quantiles."""
 
@@ -64,9 +64,9 @@ class Surveyor:
     pool: ThreadPoolExecutor
     num_threads: int
     on_rows: ScanProgress
+    # If set, all columns are parsed, because any of them can make a row bad.
     skip_bad_rows: bool
-    """Whether rows that cannot be parsed are skipped. All columns are then parsed, because any of them can make a row
-    bad."""
+    """Whether rows that cannot be parsed are skipped."""
 
     @property
     def _needs_split_times(self) -> bool:
@@ -173,7 +173,6 @@ class Surveyor:
                 yield chunk
 
     def _resolve_split_times(self) -> Splitter:
-        """Return the splitter with the first seconds of both splits. The valid split precedes the test split."""
         splitter = self.splitter
         if splitter.test_from is None:
             splitter = replace(splitter, test_from=self._find_split_start("test", splitter.test_fraction, None))
@@ -215,8 +214,7 @@ class Surveyor:
         """Return the boundaries of `number` buckets: the distinct values at places floor(k * n / number) of n sorted
         values.
 
-        Only training rows count. They are the rows before the time `train_until`. `None` means that other rows are NaN
-        already.
+        Only training rows count: those before `train_until`, or all numbers except NaN if it is `None`.
         """
 
         def training() -> Iterator[NDArray[np.float64]]:

@@ -72,7 +72,7 @@ class SplitWriter:
     on_rows: Callable[[int], None]
     """Called with the number of rows of each window after it is written."""
     files: list[DataFile]
-    """Finished part files. `write` appends to this list."""
+    """Finished part files, to which `write` appends."""
 
     def write(self, pool: ThreadPoolExecutor, on_part: Callable[[], None]) -> Split:
         """Write the remaining part files in order, and call `on_part` after each."""
@@ -87,7 +87,7 @@ class SplitWriter:
         return self.spool.describe_split(self.files)
 
     def _count_part(self, file: DataFile) -> None:
-        """Count the ids of a part file that an earlier process has written."""
+        # An earlier process wrote the file, so its ids have not been counted.
         table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
         for first in range(0, table.num_rows, WINDOW_SAMPLES):
             count_window(self.counters, table.slice(first, WINDOW_SAMPLES).to_batches())

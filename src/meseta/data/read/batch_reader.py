@@ -38,13 +38,11 @@ class EpochRowSource(Protocol):
         them."""
         ...
 
-    def close(self) -> None:
-        """Stop reading ahead."""
-        ...
+    def close(self) -> None: ...
 
 
 class WaitTracker:
-    """Cancellable waits of the thread that reads ahead, and statistics of these waits and of those of the consumer."""
+    """Cancellable waits of the thread that reads ahead, and statistics of its waits and of the consumer's."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -102,7 +100,7 @@ class WaitTracker:
 
 
 class WaitCancelled(Exception):
-    """A wait was cancelled because its result is not needed any more."""
+    """A wait was cancelled because its result is no longer needed."""
 
 
 class TimedBatch(NamedTuple):
@@ -177,12 +175,12 @@ class BatchReader(ABC):
         self.options = options
         self.num_rows = num_rows
         self.excluded_rows = excluded_rows
-        """Number of rows of the split that the options exclude from every epoch."""
+        """Number of rows of the split that the options exclude."""
         self.position = Position(0, 0)
         """Position after the last returned batch."""
         self.row_waits = RowWaits()
-        """Time for which the consumer of the batches waited for rows of other processes. A wait that reading ahead
-        hides does not count. Empty if this process decodes the rows."""
+        """Time for which the consumer waited for rows of other processes. A wait that reading ahead hides does not
+        count. Empty if this process decodes the rows."""
         self._slicer = BatchSlicer(
             num_rows=num_rows,
             batch_size=options.batch_size,

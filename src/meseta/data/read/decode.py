@@ -50,16 +50,8 @@ class SplitFiles:
     ) -> None:
         """Open the footers of all files and, if the selection depends on columns, count the selected rows.
 
-        Args:
-            dataset: The dataset.
-            split: Name of the split.
-            selection: Rule that selects rows.
-            group_row_counts: Number of selected rows by number of the row group, if they were counted before. Groups
-                without selected rows are left out.
-            check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
-
-        Raises:
-            MesetaError: A file is missing, damaged or differs from dataset.json.
+        See `open_split_rows` for the arguments. Raises MesetaError if a file is missing, damaged or differs from
+        dataset.json.
         """
         files = dataset.split(split).files
         self._dataset = dataset
@@ -128,7 +120,6 @@ class SplitFiles:
             return file.read_row_group(group.index, columns=columns)
 
     def _select(self, groups: list[_RowGroup], check: CancellationCheck) -> list[_RowGroup]:
-        """Count the selected rows of row groups on all cores, and return the groups that have any."""
 
         def count_of(group: _RowGroup) -> tuple[int, ExcludedRows]:
             check()

@@ -13,7 +13,6 @@ from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 
 MAX_BATCH_ROWS = 8192
-"""Number of rows that are decoded at a time."""
 
 
 class KeyColumns:

@@ -27,7 +27,7 @@ class ReaderOptions:
     """Whether row groups, and rows within windows, are permuted in each epoch. Otherwise rows are in the order of the
     files."""
     seed: int = 0
-    """Seed of the permutations and of the negatives that are read."""
+    """Seed of the permutations and of the drawn negatives."""
     window_rows: int = 262_144
     """Maximum number of rows that are decoded and permuted together. A larger row group is a window by itself."""
     prefetch_batches: int = 4
@@ -38,7 +38,7 @@ class ReaderOptions:
     filter: str | None = None
     """Condition on the rows to read, see `meseta.data.read.row_filter`. `None` reads all rows."""
     negative_keep: float = 1.0
-    """Share of the negatives to read. They are drawn by (seed, number of the row in the split) and are the same in all
+    """Share of the negatives to read. They are drawn by (seed, number of the row in the split), identically in all
     epochs."""
 
     def __post_init__(self) -> None:
@@ -50,5 +50,4 @@ class ReaderOptions:
 
     @property
     def excludes_rows(self) -> bool:
-        """Whether the options may exclude rows."""
         return self.filter is not None or self.negative_keep < 1

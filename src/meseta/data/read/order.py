@@ -49,8 +49,8 @@ class EpochOrder:
     """Windows of one epoch. Row groups are permuted by (seed, epoch), rows within a window by (seed, epoch, window)."""
 
     def __init__(self, group_rows: Sequence[int], window_rows: int, shuffle_key: tuple[int, int] | None) -> None:
-        """Create the order. `group_rows` are the sizes of the row groups. `shuffle_key` is (seed, epoch), or `None` to
-        keep the order of the files."""
+        """Create the order. `group_rows` are the sizes of row groups. `shuffle_key` is (seed, epoch), or `None` for the
+        order of the files."""
         groups = np.arange(len(group_rows))
         if shuffle_key is not None:
             groups = permutation(len(group_rows), *shuffle_key, _GROUPS_KEY)
@@ -76,7 +76,6 @@ class EpochOrder:
         return self._starts[index], self._starts[index + 1]
 
     def window(self, index: int) -> Window:
-        """Return window `index` with its permutation."""
         start, stop = self.bounds(index)
         rows = None if self._shuffle_key is None else permutation(stop - start, *self._shuffle_key, _ROWS_KEY, index)
         return Window(start=start, num_rows=stop - start, groups=tuple(self._windows[index]), rows=rows)

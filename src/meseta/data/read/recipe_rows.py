@@ -34,19 +34,9 @@ class RecipeRows:
     ) -> None:
         """Check the sources against the recipe and, if the selection depends on columns, count the selected rows.
 
-        Args:
-            dataset: The dataset with a recipe.
-            split: Name of the split.
-            selection: Rule that selects rows.
-            group_row_counts: Number of selected rows of each row group, if they were counted before. Counting them
-                makes all rows once.
-            shuffle: Whether groups will be read in any order.
-            num_threads: Number of worker threads. `None` means one per core that the process may use.
-            check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
-
-        Raises:
-            MesetaError: A file is missing, damaged or has changed, or it cannot be read in any order, but `shuffle` is
-                set.
+        Counting makes all rows once. `num_threads` of `None` means one per core that the process may use. See
+        `open_split_rows` for the other arguments. Raises MesetaError if a file is missing, damaged or has changed, or
+        if `shuffle` is set, but a file cannot be read in any order.
         """
         dataset.split(split)
         recipe = Recipe.load(dataset)
@@ -95,7 +85,6 @@ class RecipeRows:
     def _select_rows(
         self, numbers: Sequence[int], check: CancellationCheck, work: RowMakerTimes | None = None
     ) -> Iterator[tuple[pa.Table, ExcludedRows]]:
-        """Yield (selected rows, number of excluded rows) of each row group."""
         for number, table in zip(numbers, self._maker.make_groups(self._split, numbers, work), strict=True):
             check()
             if not self._selection.columns:

@@ -39,8 +39,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
 }  # fmt: skip
 _KEYWORDS = ("and", "or", "not", "in")
+# Bounds the time to parse a condition and to apply it to a row.
 MAX_CONSTANTS = 4096
-"""Maximum number of constants in a condition. It bounds the time to parse a condition and to apply it to a row."""
 _MAX_DEPTH = 50
 
 
@@ -81,7 +81,6 @@ class RowFilter:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that occur in the condition."""
         return tuple(dict.fromkeys(self._used_columns))
 
     def __call__(self, table: pa.Table) -> Mask:
@@ -266,7 +265,7 @@ def _constant_text(token: _Token) -> str:
 
 
 def _combine(join: np.ufunc, parts: Sequence[Predicate]) -> Predicate:
-    """Combine predicates with `join`. At most one mask is allocated in addition to the result."""
+    # At most one mask is allocated in addition to the result.
     if len(parts) == 1:
         return parts[0]
 

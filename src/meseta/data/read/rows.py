@@ -1,5 +1,6 @@
-"""Decoded rows as numpy arrays. Processes that only decode start quickly, because this module does not import torch."""
+"""Decoded rows as numpy arrays."""
 
+# This module does not import torch, so that processes that only decode start quickly.
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -97,7 +97,6 @@ class RankSlice(NamedTuple):
     first: int
     last: int
     num_padding: int
-    """Number of padding samples after the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,6 @@ class BatchSlicer:
     """
 
     num_rows: int
-    """Number of rows of the epoch."""
     batch_size: int
     last_batch: LastBatch
     rank: int
@@ -156,7 +154,6 @@ class BatchSlicer:
         )
 
     def _ranks_in_batch(self, start: int, first: int, last: int) -> range:
-        """Return the ranks that have any of the rows first..last-1 in the batch that starts at row `start`."""
         stop = min(start + self.batch_size, self.num_rows)
         share, more = divmod(self.batch_size if self.last_batch == "pad" else stop - start, self.num_ranks)
         longer = more * (share + 1)  # Rows of the ranks with one more row, as in rank_range.

@@ -59,16 +59,11 @@ def open_split_rows(
 ) -> SplitRows:
     """Open the rows of a split, from Parquet files or from a recipe.
 
-    Args:
-        dataset: The dataset.
-        split: Name of the split.
-        selection: Rule that selects rows.
-        group_row_counts: Number of selected rows of each row group, if they were counted before.
-        shuffle: Whether groups will be read in any order.
-        check_cancelled: Called before the rows of each row group are counted. It may raise to stop.
+    `selection` selects rows. `group_row_counts` has the number of selected rows of each row group, without empty
+    groups, if they were counted before. `shuffle` means that groups will be read in any order. `check_cancelled` is
+    called before the rows of each row group are counted, and may raise to stop.
 
-    Raises:
-        MesetaError: As `SplitFiles` and `RecipeRows`.
+    Raises MesetaError as `SplitFiles` and `RecipeRows` do.
     """
     if dataset.recipe is not None:
         return RecipeRows(dataset, split, selection, group_row_counts, shuffle=shuffle, check_cancelled=check_cancelled)

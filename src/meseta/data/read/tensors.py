@@ -81,7 +81,6 @@ def _pad_labels(labels: Tensor, more: int) -> Tensor:
 def _interleave(
     dataset: Dataset, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return (values, lengths, weights) of all features in the order of the dataset."""
     singles, bags = iter(rows.single_ids), iter(rows.bags)
     ones = np.ones(len(rows.label), np.int64)
     parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]

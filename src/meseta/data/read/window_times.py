@@ -13,7 +13,6 @@ class WindowTimer:
     """Wall time of making the rows of a window. The three fields add up to the total."""
 
     storage_s: float = 0.0
-    """Seconds of waiting for the bytes of files."""
     decode_s: float = 0.0
     """Seconds of decompressing, decoding, checking and filtering prepared files."""
     transform_s: float = 0.0

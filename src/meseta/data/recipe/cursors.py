@@ -14,7 +14,6 @@ from meseta.errors import MesetaError, reading_error
 from meseta.machine.remote import file_status
 
 MAX_IDLE_CURSORS = 32
-"""Maximum number of unused files that are kept open."""
 # A compressed file is read sequentially. With several cursors, readers that are slightly out of order each continue at
 # a position close to theirs.
 MAX_IDLE_CURSORS_PER_FILE = 4
@@ -28,7 +27,7 @@ class CursorPool:
         """Create an empty pool. Formats that store columns separately read only `columns`."""
         self._sources, self._columns = sources, columns
         self._idle: list[tuple[int, RowCursor]] = []
-        """Pairs of a source index and an unused cursor, most recently used last."""
+        """Source index and cursor of each unused file, most recently used last."""
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle)
 

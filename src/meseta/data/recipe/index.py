@@ -60,11 +60,8 @@ class SourceIndex:
     def __init__(self, blocks: Columns, groups: Columns, splits: Sequence[str], group_rows: int) -> None:
         """Create an index from its two tables.
 
-        Args:
-            blocks: Columns `BLOCK_COLUMNS` and one per split, each [num_blocks].
-            groups: Columns `GROUP_COLUMNS`, each [num_groups], ordered by split.
-            splits: Names of the splits.
-            group_rows: Number of rows per row group.
+        `blocks` has the columns `BLOCK_COLUMNS` and one per split, each [num_blocks]. `groups` has the columns
+        `GROUP_COLUMNS`, each [num_groups], ordered by split. `group_rows` is the number of rows per row group.
         """
         self._blocks, self._groups = blocks, groups
         self._splits, self._group_rows = tuple(splits), group_rows

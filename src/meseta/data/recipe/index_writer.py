@@ -81,8 +81,6 @@ class IndexWriter:
 
 
 class _AppendOnlyTable:
-    """Table of integers whose rows are appended to a file."""
-
     def __init__(self, path: Path, num_columns: int) -> None:
         self.num_rows = 0
         self._path, self._num_columns = path, num_columns

@@ -50,11 +50,10 @@ class RecipeSource(FrozenRecord):
     delimiter: Delimiter
     """Separator of the fields of a line. Only delimited formats use it."""
     header: tuple[str, ...]
-    """Column names of a text file without a header. Empty if the file contains its own names."""
+    """Column names of a text file without a header. Empty if the file has one."""
     is_typed: bool = False
     """Whether names in the header have a type, which is not part of the column name."""
     encoding: Annotated[str, AfterValidator(check_encoding)] = UTF_8
-    """Encoding of the text."""
     partition: dict[str, str | None] = Field(default_factory=dict)
     """Columns from the folders of the file, with their values."""
     can_enter: bool
@@ -67,7 +66,6 @@ class IndexFile(FrozenRecord):
     path: InnerPath
     """Path relative to the dataset."""
     sha256: Digest
-    """SHA-256 of the content of the file."""
 
 
 class Recipe(FrozenRecord):
@@ -77,15 +75,14 @@ class Recipe(FrozenRecord):
     sources: tuple[RecipeSource, ...] = Field(min_length=1)
     """Raw files in the order of their rows."""
     skips_bad_rows: bool
-    """Whether rows that cannot be parsed are skipped. Otherwise they are errors."""
+    """Whether rows that cannot be parsed are skipped."""
     group_rows: int = Field(ge=1, le=WINDOW_SAMPLES)
     """Number of rows per row group. The last group of a split may have fewer."""
     splits: tuple[Annotated[str, AfterValidator(_check_split)], ...] = Field(min_length=1)
-    """Splits in the index."""
     blocks: IndexFile
-    """File of the positions of blocks. See `meseta.data.recipe.index`."""
+    """Positions of blocks, see `meseta.data.recipe.index`."""
     groups: IndexFile
-    """File of the positions of row groups."""
+    """Positions of row groups, see `meseta.data.recipe.index`."""
 
     def to_sources(self, dataset: Dataset) -> tuple[Source, ...]:
         """Return the files as sources of their raw format."""

@@ -144,7 +144,6 @@ class RecipePreparation:
         return self.first_pass.describe(tables, splits, touched_name, digest)
 
     def _check_reproducible(self, dataset: Dataset) -> None:
-        """Raise MesetaError if dataset.json does not fully describe how rows are computed."""
         if (
             layout_from_dataset(dataset) != self.encoder.layout
             or splitter_from_dataset(dataset) != self.encoder.splitter
@@ -152,7 +151,6 @@ class RecipePreparation:
             raise MesetaError("prepare: a recipe cannot describe these columns yet; prepare them without --recipe-only")
 
     def _count_remaining(self, dataset: Dataset, recipe: Recipe, tables: FeatureTables, num_threads: int) -> None:
-        """Count the values that the first pass could not count: training rows for vocabularies, and the test split."""
         counters: dict[str, Mapping[str, WindowCounter]] = {
             "train": {name: tables.statistics[name] for name in tables.vocabularies},
             "test": tables.test_lookups,
@@ -179,7 +177,7 @@ class RecipePreparation:
     def _count_split(
         self, maker: RowMaker, recipe: Recipe, split: str, counters: Mapping[str, WindowCounter]
     ) -> Iterator[int]:
-        """Count a split window by window, and yield the number of windows counted so far."""
+        """Count a split window by window, and yield the number of windows so far."""
         files = StatisticsFiles(self.staging.scratch, f"counted-{split}")
         done = self.staging.state.get("count", {}).get(split, {"num_windows": 0})
         # Continue after the windows that an interrupted run has counted.

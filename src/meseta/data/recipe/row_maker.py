@@ -30,7 +30,7 @@ class RowMakerTimes:
     """Measured times of the threads that compute rows. The threads share one instance."""
 
     range_times: list[tuple[float, float]] = field(default_factory=list)
-    """Pairs (seconds spent waiting for the file, seconds spent computing rows), one per range of rows."""
+    """Pairs (seconds of waiting for the file, seconds of computing rows), one per range of rows."""
 
     @property
     def read_share(self) -> float:
@@ -54,7 +54,6 @@ class RowMaker:
         skips_bad_rows: bool,
         num_threads: int | None = None,
     ) -> None:
-        """Create a producer. `num_threads` of `None` means the number of cores available to this process."""
         self._sources, self._index = sources, index
         self._encoder, self._finalizer = encoder, finisher
         self._skips_bad_rows = skips_bad_rows
@@ -81,14 +80,11 @@ class RowMaker:
         return self._index.group_rows(split)
 
     def make_groups(self, split: str, groups: Sequence[int], work: RowMakerTimes | None = None) -> Iterator[pa.Table]:
-        """Compute row groups of a split, and yield one table per group with the columns of the dataset's files.
+        """Compute row groups of a split by index, and yield one table per group with the columns of the dataset's
+        files.
 
-        Raises MesetaError if a raw file is damaged or was changed since the recipe was made.
-
-        Args:
-            split: Split to read.
-            groups: Indices of the row groups.
-            work: Object that collects the times of each range of rows.
+        `work` collects the times of each range of rows. Raises MesetaError if a raw file is damaged or was changed
+        since the recipe was made.
         """
         work = work or RowMakerTimes()
         sizes = self._index.group_rows(split)

@@ -24,22 +24,16 @@ def find_layout(
     *,
     skip_bad: bool = False,
 ) -> RawLayout:
-    """Return the common layout of all sources.
+    """Return the common layout of all sources, which have the same format.
 
     The roles of columns come from `schema`, or else from `named`. Other roles are inferred: those of CSV, JSON and
     Parquet from names, types and a sample of rows, those of libsvm and libffm from all rows. Criteo TSV has a fixed
     layout.
 
-    Args:
-        sources: Files to read. All have the same format.
-        named: Roles from the options.
-        schema: Roles from a schema file.
-        on_scan: Progress callback for scans over all rows.
-        skip_bad: Whether such a scan skips rows that cannot be parsed.
+    `on_scan` receives the progress of scans over all rows. With `skip_bad`, scans skip rows that cannot be parsed.
 
-    Raises:
-        MesetaError: A file has other columns, a column is missing or has a wrong type, a name cannot be the name of a
-            table, or the columns are too many for one dataset.
+    Raises MesetaError if a file has other columns, a column is missing or has a wrong type, a name cannot be the name
+    of a table, or the columns are too many for one dataset.
     """
     asked = ColumnRequest(named_columns=named or NamedColumns(), schema=schema, skip_bad_rows=skip_bad)
     if on_scan is not None:
@@ -57,7 +51,7 @@ def find_layout(
 
 
 def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout) -> RawLayout:
-    """Return `layout` with the columns from folders that it uses, and with the unused ones as ignored columns.
+    """Return `layout` with the columns from folders that it uses, and the others as ignored columns.
 
     Raises MesetaError if a column from a folder should be multi-valued.
     """
@@ -66,8 +60,8 @@ def _add_partition_keys(where: str, sources: Sequence[Source], layout: RawLayout
     for column in layout.sparse:
         if column.multi_valued and column.raw_column in keys:
             raise MesetaError(
-                f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and not a "
-                "list"
+                f"{where}: column {column.raw_column!r} comes from a folder name, which is a single value and "
+                "not a list"
             )
     left_out = [key for key in keys if key not in used and key not in ignored]
     in_all = {key for key in keys if all(key in source.partition for source in sources)}

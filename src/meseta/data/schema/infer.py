@@ -22,7 +22,6 @@ class ColumnRole(NamedTuple):
     role: Role
     """Role of the column. "both" means categorical and dense."""
     reason: str
-    """Short explanation, on one line."""
     is_named: bool = False
     """Whether an option specifies the role."""
     is_time: bool = False
@@ -32,7 +31,7 @@ class ColumnRole(NamedTuple):
 UNNAMED_COLUMN = ColumnRole("ignore", "it has no name")
 
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
-"""Texts that stand for a missing number."""
+"""Texts that are read as a missing number."""
 # Texts for a missing number that do not spell NaN. NaN counts as a non-finite number.
 NULL_TEXTS = tuple(text for text in MISSING_TEXTS if text.lower() != "nan")
 # Words for a label of 1 and of 0, in lower case. Upper case is accepted too.
@@ -225,12 +224,9 @@ def infer_role(name: str, values: Sequence[str]) -> ColumnRole:
 
 @dataclass(frozen=True)
 class _ColumnSample:
-    """Sampled values of a column that has at least one value."""
-
     name: str
     values: Sequence[str]
     present: Sequence[str]
-    """Values that are not missing."""
     finite_numbers: Mapping[str, float]
     """Finite number for each distinct text that spells one."""
 

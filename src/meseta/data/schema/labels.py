@@ -24,7 +24,6 @@ COMPARISONS: Mapping[str, Callable[[NDArray[np.float64], float], NDArray[np.bool
     ">": np.greater,
     "<": np.less,
 }
-"""Comparison for each operator of a condition."""
 _CONDITION_PATTERN = re.compile(r"(?P<left>.+?)\s*(?P<operator>[<>=!]=|[<>])\s*(?P<threshold>[^<>=!]+)", re.DOTALL)
 
 

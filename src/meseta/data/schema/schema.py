@@ -46,7 +46,6 @@ class Schema(BaseModel):
     time: str | None = None
     """Column of times: ISO 8601, or seconds, milli-, micro- or nanoseconds since 1970, distinguished by their size."""
     dense: list[str] = []
-    """Columns with numbers."""
     signed: list[str] = []
     """Columns under `dense` that keep negative values. Negative values of other columns count as 0."""
     categorical: list[str] = []
@@ -235,14 +234,8 @@ def _invalid_crosses_reason(schema: Schema) -> str | None:
 def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn], names: Sequence[str]) -> RawLayout:
     """Return the layout that a schema describes for files with the columns `names`.
 
-    Args:
-        where: Prefix of error messages.
-        schema: Schema to apply.
-        plain: Features of the columns under `categorical`.
-        names: Columns of the files.
-
-    Raises:
-        MesetaError: A column is missing or occurs twice, or `resolve_labels` fails.
+    `plain` has the features of the columns under `categorical`. Raises MesetaError if a column is missing or occurs
+    twice, or if `resolve_labels` fails. The message starts with `where`.
     """
     check_names(where, schema.columns, names)
     labels, rules = resolve_labels(where, schema.label_names, names)
@@ -342,13 +335,13 @@ def _format_scalar(name: str) -> str:
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
-def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Check that each column in `wanted` occurs exactly once in `known`. Messages start with `where`.
+def check_names(where: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Check that each column in `names` occurs exactly once in `known`. Messages start with `where`.
 
     Raises UnknownColumnError if a column is missing, and MesetaError if it occurs twice.
     """
     times = Counter(known)
-    for name in wanted:
+    for name in names:
         if name not in times:
             raise UnknownColumnError(where, name, known)
         if times[name] > 1:

@@ -199,15 +199,11 @@ class SynthOptions:
 def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Write the log and then teacher.json, which marks it as complete. Return the content of teacher.json.
 
-    Each file appears under its name when it is complete. An interrupted run leaves no partial files.
+    Each file appears under its name when it is complete. An interrupted run leaves no partial files. `on_rows` receives
+    the number of rows of each part written.
 
-    Args:
-        options: Log and files to write.
-        on_rows: Callback that receives the number of rows of each part written.
-
-    Raises:
-        MesetaError: The directory is not empty and `force` is not set, or writing fails. Then no file of the log
-            remains.
+    Raises MesetaError if the directory is not empty and `force` is not set, or if writing fails. Then no file of the
+    log remains.
     """
     out = options.out
     try:
@@ -284,7 +280,6 @@ def _remove_log(out: Path) -> None:
 
 
 def _split_into_files(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
-    """Yield (file index, rows) in order, divided at the ends of files and chunks."""
     bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
     file = 0
     for index in range(-(-options.num_rows // CHUNK_ROWS)):
@@ -326,7 +321,8 @@ def _write_file(
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Context manager that opens a temporary file and renames it to `path` on success. It is deleted on any error."""
+    """Context manager that opens a temporary file and renames it to `path` on success."""
+    # The temporary file is deleted on any error.
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         with tmp.open("wb") as file:

@@ -38,7 +38,7 @@ _SHARE_STEPS = 2048
 
 
 def draw_counts(stream: np.random.Philox) -> NDArray[np.int32]:
-    """Draw the integers of a chunk [13, CHUNK_ROWS]. `MISSING_COUNT` stands for missing values."""
+    """Draw the integers of a chunk [13, CHUNK_ROWS]. Missing values are `MISSING_COUNT`."""
     counts = np.empty((NUM_DENSE, CHUNK_ROWS), np.int32)
     for j in range(NUM_DENSE):
         # One draw decides both the value and whether it is missing.

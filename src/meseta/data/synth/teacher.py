@@ -118,7 +118,6 @@ class Teacher:
         return logits
 
     def _parts(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the three parts of the logit without gains, each [n]."""
         standard = [
             np.clip((_log_counts(column) - mean) * scale, -2.5, 2.5)
             for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)
@@ -206,7 +205,6 @@ class Tally:
 
 
 def _metrics(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> dict[str, float | None]:
-    """Return AUC, log loss and NE from counts per bin."""
     # Ties count half in AUC. NE is the log loss over the entropy of the base rate.
     num_negatives, num_positives = float(negatives.sum()), float(positives.sum())
     num_rows = num_negatives + num_positives

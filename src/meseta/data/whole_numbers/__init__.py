@@ -12,8 +12,8 @@ from meseta.ops.core import baseline_core
 
 __all__ = ["are_whole_numbers", "respell_whole_numbers"]
 
+# A sign and 20 digits, the longest number of 64 bits.
 _MAX_BYTES = 21
-"""Maximum number of bytes of a 64-bit whole number with its sign."""
 
 
 def respell_whole_numbers(strings: pa.Array) -> pa.Array:

@@ -50,7 +50,6 @@ class ActivityTable:
             self._memory = memory
 
     def content(self) -> bytes:
-        """Return a copy of the table for `read_activities`."""
         return bytes(self._memory)
 
     @contextmanager

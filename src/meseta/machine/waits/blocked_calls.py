@@ -63,7 +63,6 @@ class BlockedCall:
     """System call on a file in which a thread sleeps, or uninterruptible sleep outside of a system call."""
 
     thread_id: int
-    """Native id of the thread."""
     call: str
     """Name of the system call. Empty for a page fault."""
     path: str

@@ -88,8 +88,8 @@ def unpack_layouts(operator: str, numbers: Sequence[int]) -> CodecLayouts:
     codec, exponent, rest = CODEC_LIST[numbers[0]], numbers[1], list(numbers[2:])
     if codec.is_lossless:
         raise MesetaError(
-            f"{operator}: {codec.name} needs no encoding; call meseta.ops.columns.place_columns, or choose another "
-            "codec"
+            f"{operator}: {codec.name} needs no encoding; call meseta.ops.columns.place_columns, or choose "
+            "another codec"
         )
     if abs(exponent) > MAX_EXPONENT:
         raise MesetaError(f"{operator}: exponent {exponent} must be in {-MAX_EXPONENT}..{MAX_EXPONENT}")

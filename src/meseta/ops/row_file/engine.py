@@ -82,8 +82,8 @@ def probe_engine(folder: Path, engine: str = AUTO) -> EngineInfo:
         block_bytes, why_buffered = direct_io_block_bytes(folder)
     except OSError as error:
         raise MesetaError(
-            f"storage: {str(folder)!r} cannot be written ({error_summary(error)}); set storage.dir to a folder on a "
-            f"disk"
+            f"storage: {str(folder)!r} cannot be written ({error_summary(error)}); set storage.dir to a folder "
+            "on a disk"
         ) from None
     return EngineInfo(
         engine=IO_URING if why_threads is None else THREADS,

@@ -54,7 +54,7 @@ def rank_seconds(cost_model: CostModel, loads: ShardLoads, owner: Indices, num_r
     return totals[0], totals[1]
 
 
-def collective_correction(cost_model: CostModel, topology: Topology, own: Collective) -> float:
+def collective_correction(cost_model: CostModel, topology: Topology, collective: Collective) -> float:
     """Return the factor by which a network corrects the predicted seconds of a collective.
 
     It is 1.0 on several hosts, without a network for this number of ranks, and if the topology specifies its intra-host
@@ -63,10 +63,10 @@ def collective_correction(cost_model: CostModel, topology: Topology, own: Collec
     if cost_model.neural is None or topology.num_hosts > 1 or topology.inside is not None:
         return 1.0
     network = cost_model.neural.collectives.get(topology.num_ranks)
-    if network is None or not own.sent_intra_host.any():
+    if network is None or not collective.sent_intra_host.any():
         return 1.0
     arrays = {name: _decode_array(part) for name, part in network.items()}
-    inputs = _normalize(collective_inputs(own)[None], arrays, "")
+    inputs = _normalize(collective_inputs(collective)[None], arrays, "")
     return float(np.exp(_apply_head(arrays, [inputs] * len(arrays["head_out"])))[0])
 
 
@@ -105,15 +105,18 @@ def rank_inputs(
     return parts, extra_inputs
 
 
-def collective_inputs(own: Collective) -> Floats:
+def collective_inputs(collective: Collective) -> Floats:
     """Return the input of the networks for a collective [R + 2]: sent bytes per rank and call in descending order,
     maximum received bytes, and whether it is a reduction."""
-    sent, received = own.sent_intra_host / own.num_calls, own.received_intra_host / own.num_calls
+    sent, received = (
+        collective.sent_intra_host / collective.num_calls,
+        collective.received_intra_host / collective.num_calls,
+    )
     numbers = [*np.sort(sent)[::-1], received.max()]
-    return np.array([*np.log2(1.0 + np.array(numbers)), float(own.reduces)])
+    return np.array([*np.log2(1.0 + np.array(numbers)), float(collective.reduces)])
 
 
-def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: Indices, told: Floats) -> Floats:
+def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: Indices, extra_inputs: Floats) -> Floats:
     """Return the logarithm of the ratio of corrected to predicted seconds for each rank [R].
 
     Args:
@@ -121,15 +124,15 @@ def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: In
         inputs: Inputs for the shards, as returned by `shard_inputs` [n, F].
         shares: Share of each shard in the predicted seconds of its rank [n].
         owner: Rank that owns each shard [n].
-        told: Inputs for the ranks, as returned by `rank_inputs` [R, 2].
+        extra_inputs: Inputs for the ranks, as returned by `rank_inputs` [R, 2].
     """
     arrays = {name: _decode_array(part) for name, part in network.items()}
-    pieces, ranks = _normalize(inputs, arrays, ""), _normalize(told, arrays, "rank_")
+    pieces, ranks = _normalize(inputs, arrays, ""), _normalize(extra_inputs, arrays, "rank_")
     heads = []
     for member in range(len(arrays["head_out"])):
         hidden = np.maximum(pieces @ arrays["table_in"][member] + arrays["table_in_bias"][member], 0.0)
         output = (hidden @ arrays["table_out"][member] + arrays["table_out_bias"][member]) * shares[:, None]
-        summed = np.zeros((len(told), output.shape[1]))
+        summed = np.zeros((len(extra_inputs), output.shape[1]))
         np.add.at(summed, owner, output)
         heads.append(np.concatenate([summed, ranks], axis=1))
     return _apply_head(arrays, heads)

@@ -153,7 +153,7 @@ def disk_seconds(
     apart = MAX_READ_GAP_BYTES + entry + DISK_BLOCK_BYTES
     reads = np.exp(-apart * loads.tier_misses * FILE_FILL_SHARE / (loads.num_rows * entry))
     read_s = np.maximum(reads * tiers.disk_row_s, (entry + DISK_BLOCK_BYTES) / tiers.disk_bytes_per_s)
-    # The evicted row is written about twice in total, and cleaning reads what it rewrites (docs/tiers.md).
+    # The evicted row is written about twice in total, and cleaning reads the rows that it rewrites (docs/tiers.md).
     byte_s = 1.0 / tiers.disk_write_bytes_per_s + 1.0 / tiers.disk_bytes_per_s
     write_s = np.where(loads.is_frozen, 0.0, WRITE_AMPLIFICATION_FACTOR * entry * byte_s)
     busy_s = devices_per_host * (read_s + write_s)

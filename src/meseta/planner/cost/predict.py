@@ -199,8 +199,8 @@ def _step_seconds(
 def _check_topology(plan: Plan, topology: Topology) -> None:
     if plan.num_ranks != topology.num_ranks:
         raise MesetaError(
-            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; create a new "
-            "plan"
+            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; "
+            "create a new plan"
         )
     if plan.devices_per_host not in (None, topology.devices_per_host):
         raise MesetaError(
@@ -215,7 +215,7 @@ def replica_seconds(
     """Return the seconds of (lookup, update) that each rank spends on each replicated shard, both [m]."""
     pieces, ranks = placement.replicated, placement.num_ranks
     batch = loads.workload.batch_size
-    # A rank looks up and adds gradients for the rows of its own samples. It clears and reads the whole gradient, and
+    # A rank looks up and adds gradients for the rows of its samples. It clears and reads the whole gradient, and
     # updates the rows that the global batch has touched.
     local = loads.shard_loads(pieces, num_samples=batch / ranks)
     lookup_s, add_s = operator_seconds(cost_model, local)

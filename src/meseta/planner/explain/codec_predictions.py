@@ -74,10 +74,10 @@ def _with_exchange(plan: Plan, comm: Communication, exchange: ExchangeAlgorithm 
     return replace(plan, exchange=exchange, dense_exchange=path)
 
 
-def codec_rows(found: Sequence[CodecPrediction]) -> list[list[str]]:
+def codec_rows(predictions: Sequence[CodecPrediction]) -> list[list[str]]:
     """Return table rows for reports: codec, milliseconds per algorithm, and megabytes between hosts per algorithm."""
     rows: dict[str, list[CodecPrediction]] = {}
-    for one in found:
+    for one in predictions:
         rows.setdefault(one.precision, []).append(one)
     return [
         [
@@ -89,9 +89,9 @@ def codec_rows(found: Sequence[CodecPrediction]) -> list[list[str]]:
     ]
 
 
-def codec_headers(found: Sequence[CodecPrediction]) -> list[str]:
+def codec_headers(predictions: Sequence[CodecPrediction]) -> list[str]:
     """Return the column headers of `codec_rows`."""
-    ways = list(dict.fromkeys(one.exchange for one in found))
-    sent = "MB across" if any(one.inter_host_bytes for one in found) else "MB sent"
+    ways = list(dict.fromkeys(one.exchange for one in predictions))
+    sent = "MB across" if any(one.inter_host_bytes for one in predictions) else "MB sent"
     names = [f" {way}" if way else "" for way in ways]
     return ["codec", *(f"ms a step{name}" for name in names), *(f"{sent}{name}" for name in names)]

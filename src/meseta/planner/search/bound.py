@@ -98,7 +98,7 @@ class _OptionLowerBounds:
         )
         longest_s = np.zeros(len(options.unit_index))
         np.maximum.at(longest_s, options.option_of_shard, least_s[:, 1])
-        # Lower bounds of shards assume a hardware cache of their own.
+        # Lower bounds of shards assume a separate hardware cache.
         self._longest_shard_s = self._min_over_finer(longest_s)
         cheapest = self._min_by_unit(common)
         self.longest_rank_s = self._longest_shard_s + common + (cheapest.sum() - cheapest[self.unit_index])

@@ -188,7 +188,7 @@ def _make_cluster(prices: ShardCostEstimator, topology: Topology, constraints: C
     )
 
 
-class _ProblemBuilder:  # Collects all options, then estimates all shards at once.
+class _ProblemBuilder:  # Collects all options, then estimates all shards together.
     def __init__(
         self,
         prices: ShardCostEstimator,

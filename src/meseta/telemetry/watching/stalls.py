@@ -41,7 +41,6 @@ class WatchedProcess:
 
     pid: int
     activities: Sequence[Activity] = ()
-    """Current activities of the process."""
     rank: int | None = None
     """Rank of the process. `None` if the command has a single process."""
     mapped_file: str = ""
@@ -60,7 +59,6 @@ class StallCause:
     location: str
     """Mount point, or URL of a store. Empty for page faults without a known file."""
     text: str = field(compare=False)
-    """Description of the storage for messages."""
     is_remote: bool = field(default=False, compare=False)
     """Whether the storage is a store at a URL."""
 
@@ -154,7 +152,6 @@ def _find_waits(watched: WatchedProcess, now_s: float) -> list[tuple[_StorageWai
 
 
 def _update_wait(former: _StorageWait | None, wait: _StorageWait, passed_s: float) -> _StorageWait:
-    """Return `wait` with the progress of its former state."""
     if former is None:
         return wait
     now_s, num_new = wait.progress_s, wait.num_wakeups - former.num_wakeups

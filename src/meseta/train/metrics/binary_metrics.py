@@ -95,9 +95,9 @@ def compute_metrics(
     return compute_all_metrics(as_samples(logits, labels, weights, groups), ndcg_k)
 
 
-def compute_all_metrics(given: WeightedSamples, ndcg_k: int | None = None) -> Metrics:
-    """Validate `given` and compute all of its metrics."""
-    samples = given.validate()
+def compute_all_metrics(unchecked: WeightedSamples, ndcg_k: int | None = None) -> Metrics:
+    """Validate `unchecked` and compute all of its metrics."""
+    samples = unchecked.validate()
     ranking = Ranking(samples)
     bins = ranking.bins(NUM_RELIABILITY_BINS)
     weight, positive_weight = math.fsum(b.weight for b in bins), math.fsum(b.positive_weight for b in bins)

@@ -102,8 +102,8 @@ def _slow_bfloat16_error(device: torch.device) -> MesetaError | None:
     half_ms, float_ms = (1e3 * _linear_layer_s(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return MesetaError(
         f"dense.dtype 'bfloat16' is slow: {why}; a product of {rows} x {inputs} x {outputs} took {half_ms:.3g} ms, and "
-        f"in float32 {float_ms:.3g} ms; set dense.dtype to float32 or auto, or dense.check_speed=false to use bfloat16 "
-        "anyway"
+        f"in float32 {float_ms:.3g} ms; set dense.dtype to float32 or auto, or dense.check_speed=false to use "
+        "bfloat16 anyway"
     )
 
 

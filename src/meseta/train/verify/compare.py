@@ -110,30 +110,30 @@ class _PhaseComparison:
         self.first_position: tuple[int, ...] | None = None
         self.is_exact_share = True
 
-    def compare_step(self, own: RecordedStep) -> None:
-        """Compare the recorded rows, lookups and loss of a step with `own`. Deletes the record files of the step."""
+    def compare_step(self, local_step: RecordedStep) -> None:
+        """Compare recorded rows, lookups and loss with `local_step`, and delete the record files of the step."""
         num_ranks = self.result.plan.num_ranks
-        lengths = {name: own.batch[name].lengths for name in self.features}
+        lengths = {name: local_step.batch[name].lengths for name in self.features}
         for name, longest in max_bag_sizes(lengths, self.features).items():
             self.max_bag_sizes[name] = max(self.max_bag_sizes[name], longest)
-        sizes = slice_sizes(own.batch.batch_size, num_ranks)
-        self.is_exact_share &= all(_is_power_of_two(size / own.batch.batch_size) for size in sizes if size)
-        records = [self._load(own.number, rank) for rank in range(num_ranks)]
-        if own.loss is not None:
-            self._compare_losses(own.number, records[0]["loss"], own.loss)
-        if own.pooled is not None:
-            self._compare_lookups(own, records)
-        shards = {shard.spec.name: shard for shard in own.shards}
+        sizes = slice_sizes(local_step.batch.batch_size, num_ranks)
+        self.is_exact_share &= all(_is_power_of_two(size / local_step.batch.batch_size) for size in sizes if size)
+        records = [self._load(local_step.number, rank) for rank in range(num_ranks)]
+        if local_step.loss is not None:
+            self._compare_losses(local_step.number, records[0]["loss"], local_step.loss)
+        if local_step.pooled is not None:
+            self._compare_lookups(local_step, records)
+        shards = {shard.spec.name: shard for shard in local_step.shards}
         for name, table in self.tables.items():
             # Only touched rows can have changed. Other changed rows are reported after the last step.
-            rows, shard = own.touched_rows[name], shards[name]
+            rows, shard = local_step.touched_rows[name], shards[name]
             expected = {name: _as_matrix(value) for name, value in shard.gather(rows).items()}
             seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
             for rank, piece in _table_shards(records, name):
                 at = torch.searchsorted(rows, piece["rows"])
                 seen[at, slice(*piece["columns"])] = True
-                self._compare_piece(own.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
-            self._check_coverage(own.number, name, rows, seen, expected[ROW])
+                self._compare_piece(local_step.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
+            self._check_coverage(local_step.number, name, rows, seen, expected[ROW])
 
     def _load(self, step: int, rank: int) -> Any:
         path = record_path(self.folder, self.phase, step, rank)

@@ -117,10 +117,11 @@ class Connection:
         return MesetaError(f"{self}: {status.reason}", remedy=status.remedy)
 
     def _diagnose_failure(self) -> None:
-        """Find out why a call failed, which gRPC does not report.
+        """Find out why a call failed.
 
         Raises MesetaError if a retry would fail too, and UnreachableError if nothing listens.
         """
+        # gRPC does not report why a call failed.
         host, port = parse_address(self.url)
         try:
             first = self._probe_first_byte(host, port)
@@ -139,10 +140,8 @@ class Connection:
             raise UnreachableError(f"{self} cannot be reached: {_describe_os_error(error)}") from None
 
     def _probe_first_byte(self, host: str, port: int) -> bytes:
-        """Return the first byte that the server sends after a handshake. Raises OSError.
-
-        The result is empty if the server closes the connection, as gRPC servers do with unknown clients.
-        """
+        """Return the first byte that the server sends after a handshake, if any. Raises OSError."""
+        # A gRPC server closes the connection of an unknown client without sending a byte.
         with (
             socket.create_connection((host, port), PROBE_TIMEOUT_S) as plain,
             self._context.wrap_socket(plain, server_hostname=host) as encrypted,
@@ -158,7 +157,7 @@ def strip_flight_details(error: Exception) -> str:
 
 
 def _unverified_context() -> ssl.SSLContext:
-    """Return a context that accepts any certificate, to test whether a server uses TLS."""
+    # The context only tests whether a server uses TLS.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -166,7 +165,7 @@ def _unverified_context() -> ssl.SSLContext:
 
 def _describe_os_error(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
+        return "nothing listens on its port"
     if isinstance(error, socket.gaierror):
         return "its host has no address"
     if isinstance(error, TimeoutError):

@@ -23,7 +23,7 @@ from meseta.errors import MesetaError, error_summary
 CERTIFICATE_FILE, KEY_FILE, CLIENT_FILE, TOKEN_FILE = "certificate.pem", "key.pem", "client.pem", "token"
 _SAME_FOLDER_REMEDY = "use the folder of keys with which it was started"
 MAX_HANDSHAKE_ROUNDS = 8
-"""Maximum number of message rounds after which a TLS handshake must be finished."""
+"""Maximum number of message rounds of a TLS handshake."""
 
 
 @dataclass(frozen=True)

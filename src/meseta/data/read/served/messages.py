@@ -19,22 +19,23 @@ from meseta.machine.waits.checked_memory import encode_text
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Maximum size of a message in bytes. Descriptions and row counts from the dispatcher may be larger."""
+# Each value may cause a validation error, which takes much more memory than the value.
 MAX_MESSAGE_VALUES = 1 << 14
-"""Maximum number of JSON values in a message. Each may cause a validation error, which takes much more memory than the
-value."""
+"""Maximum number of JSON values in a message."""
 MAX_REPLY_BYTES = 1 << 28
 MAX_TABLE_BYTES = 1 << 32
 """Maximum size of a file that a TableRequest returns, in bytes."""
+# gRPC sends errors in headers. Headers of 8 KiB or more may break the connection.
 MAX_REASON_BYTES, MAX_REMEDY_BYTES = 3072, 1024
-"""Limits on the parts of an error, which gRPC sends in headers. Headers of 8 KiB or more may break the connection."""
+"""Limits on the parts of an error, in bytes."""
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 RedecodeReason = Literal["room", "idle"]
-"""Reason for decoding a window again. With 'room' it was evicted for a window that is needed earlier, with 'idle'
-because no rank had taken its rows for a while."""
+"""Reason for decoding a window again: it was evicted for a window that is needed earlier ('room'), or because no rank
+had taken its rows for a while ('idle')."""
 MoveReason = Literal["silent", "lost", "slow"]
 """Reason for moving a window to another reader: no heartbeat ('silent'), a failure that a rank reported ('lost'), or no
 rows ('slow')."""
@@ -88,7 +89,6 @@ class RowOrder(Message):
     """Rows of one split in one order. It determines the content of each window."""
 
     dataset: Name
-    """Name of the dataset at the dispatcher."""
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     """Digest of the dataset's description, see `DatasetDescription`."""
     split: Name
@@ -135,7 +135,7 @@ class Session(Message):
 
     rows: RowOrder
     run: Name
-    """Name of the run. All attempts of a run have the same name."""
+    """Name of the run, common to all of its attempts."""
     attempt: Number
     """Number of the attempt. Ranks of earlier attempts are rejected."""
     rank: Number
@@ -197,7 +197,6 @@ class ReaderFailure(Message):
     kind: Literal["slow", "failed"]
     """'slow' if the reader is reachable but sends nothing, 'failed' for any error."""
     what: str = Field(default="", max_length=4096)
-    """Error message of a reader that failed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -214,9 +213,7 @@ class LeaseRequest(Message):
     session: Session
     epoch: Number
     windows: tuple[Number, ...] = Field(max_length=1024)
-    """Numbers of the windows whose readers are requested."""
     troubles: tuple[ReaderFailure, ...] = Field(default=(), max_length=1024)
-    """Failed readers that should be replaced."""
     waited_s: Seconds = 0.0
     """Seconds for which the rank waited for rows since its first batch."""
     passed_s: Seconds = 0.0
@@ -254,14 +251,11 @@ class WindowTicket(Message):
 
 
 class WindowTimings(Message):
-    """Time that making a window took. It is sent with the first record batch."""
+    """Time that making a window took, by kind as in WindowTimer. It is sent with the first record batch."""
 
     storage_s: Seconds
-    """Seconds of waiting for files, as in WindowTimer."""
     decode_s: Seconds
-    """Seconds of decoding, as in WindowTimer."""
     transform_s: Seconds
-    """Seconds of encoding raw rows, as in WindowTimer."""
     ready_s: Seconds
     """Seconds since the window was decoded, possibly for another rank."""
 
@@ -271,7 +265,6 @@ class Heartbeat(Message):
 
     reader: Name
     held_bytes: Number
-    """Bytes of decoded windows in the buffer."""
     buffer_bytes: Number
     num_rows: Number
     """Number of rows decoded since the reader started."""
@@ -297,7 +290,6 @@ class ReaderStatus(Heartbeat):
 
     num_leases: Number
     rows_per_s: float = Field(ge=0)
-    """Recent decoding rate in rows per second."""
     busy_share: float = Field(ge=0)
     """Share of the last seconds in which the reader was decoding."""
 
@@ -310,11 +302,11 @@ class SessionStatus(Message):
     split: Name
     num_ranks: Number
     waiting_shares: dict[str, float]
-    """Share of the last seconds for which each rank waited for batches, by number of the rank."""
+    """Share of the last seconds for which each rank waited for batches."""
 
     @property
     def waiting_share(self) -> float:
-        """Largest waiting share of all ranks. The others wait for this rank."""
+        """Largest waiting share of all ranks."""
         return max(self.waiting_shares.values(), default=0.0)
 
 
@@ -334,6 +326,6 @@ class ReaderServiceStatus(Message):
     readers: tuple[ReaderStatus, ...]
     sessions: tuple[SessionStatus, ...]
     num_moved: dict[MoveReason, Number]
-    """Number of windows that were moved to another reader, by reason."""
+    """Number of windows moved to another reader, by reason."""
     scale: ScaleTarget | None = None
     """`None` if no autoscaler has asked for the status."""

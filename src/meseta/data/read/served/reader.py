@@ -24,7 +24,6 @@ from meseta.data.read.served.record_batches import record_batch_schema
 from meseta.data.read.served.windows import EpochRequest, ServedRows
 
 DEFAULT_READER_TIMEOUT_S = 300.0
-"""Default timeout in seconds for rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.rows import IdLists, Rows
 from meseta.errors import MesetaError, error_summary
 
+# The overhead per batch is small, and a batch fits into a CPU cache.
 MAX_RECORD_BATCH_ROWS = 16_384
-"""Maximum number of rows in a record batch. The overhead per batch is small, and a batch fits into a CPU cache."""
+"""Maximum number of rows in a record batch."""
 
 
 def record_batch_schema(dataset: Dataset, wide_features: Collection[str]) -> pa.Schema:
@@ -50,7 +51,6 @@ def to_record_batch(rows: Rows, dataset: Dataset, schema: pa.Schema) -> pa.Recor
 
 
 def _column_builders(rows: Rows, dataset: Dataset) -> Iterator[Any]:
-    """Yield a function for each column that creates its array with a given type."""
     if dataset.has_labels:
         labels = rows.label if rows.label.ndim == 2 else rows.label[:, None]
         yield from (_array_builder(label) for label in labels.T)
@@ -146,10 +146,8 @@ class ReceivedRows:
 
 
 def _stack_columns(columns: list[NDArray[Any]]) -> list[tuple[int | slice, NDArray[Any]]]:
-    """Return (indices, values) pairs, with columns [n] stacked to one matrix without a copy if possible.
-
-    This requires columns of one type at equal distances in memory, as in a received record batch.
-    """
+    """Return (indices, values) pairs, with columns [n] stacked to one matrix without a copy if possible."""
+    # Stacking requires columns of one type at equal distances in memory, as in a received record batch.
     addresses = [column.__array_interface__["data"][0] for column in columns]
     steps = set(np.diff(addresses).tolist())
     if len(steps) == 1 and len({column.dtype for column in columns}) == 1:

@@ -34,7 +34,7 @@ from meseta.errors import MesetaError
 from meseta.telemetry.row_waits import NO_READER, RowWait
 
 LEASE_CHECK_INTERVAL_S = 1.0
-"""Seconds without rows after which a rank asks the dispatcher whether a window still has the same reader."""
+"""Seconds without rows after which a rank asks whether a window still has the same reader."""
 SLOW_READER_TIMEOUT_S = 10.0
 """Seconds without rows after which a rank asks for another reader."""
 LOG_INTERVAL_S = 10.0
@@ -58,7 +58,6 @@ class EpochRequest:
     options: ReaderOptions
     dataset: Dataset
     schema: pa.Schema
-    """Schema of the record batches."""
 
     def ticket(self, window: int, num_had: int) -> flight.Ticket:
         """Return the ticket for a window of which this rank already has `num_had` rows."""
@@ -113,9 +112,7 @@ class WindowStream:
         self._calls: list[flight.FlightStreamReader] = []
         self._is_closed = threading.Event()
         self._timings: WindowTimings | None = None
-        """Timings of the window, which the reader sends with the first rows."""
         self._wait_s = 0.0
-        """Seconds of waiting since the last `pop_wait`."""
         threading.Thread(target=self._run, name="meseta-window", daemon=True).start()
 
     def next_rows(self, waits: WaitTracker) -> ReceivedRows | Exception | None:
@@ -165,7 +162,6 @@ class WindowStream:
             self._put(error)
 
     def _put(self, item: ReceivedRows | Exception) -> bool:
-        """Put an item into the queue and return whether the stream is still open."""
         while not self._is_closed.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -221,7 +217,6 @@ class PendingWindow:
             self.stream = None
 
     def close(self) -> None:
-        """Cancel the rest of the window."""
         if self.stream is not None:
             self.stream.close()
             self.stream = None
@@ -294,8 +289,7 @@ class ServedRows:
         return self._windows[index]
 
     def _request_windows(self, last: int) -> None:
-        """Request the windows up to `last` that were not requested before. If the epoch ends before, continue with the
-        next epoch."""
+        """Request windows up to `last`. If the epoch ends before, continue with the next epoch."""
         was_next = self._next_window
         while self._next_window <= last and self._next_window < len(self._order):
             num_rows = self._slicer.num_rows_between(self._request.first_row, *self._order.bounds(self._next_window))
@@ -313,7 +307,6 @@ class ServedRows:
             self._prefetched_epoch._request_windows(last - len(self._order))
 
     def _open_streams(self, troubles: Sequence[ReaderFailure] = ()) -> None:
-        """Open streams for all windows without one, from the readers to which they are leased."""
         waiting = [number for number, window in self._windows.items() if window.stream is None and window.num_remaining]
         leases = self._request_leases(waiting, troubles)
         # One window per reader, so that all readers have work.
@@ -333,14 +326,13 @@ class ServedRows:
             )
 
     def _report_waits(self) -> None:
-        """Report the waits of this rank to the dispatcher at intervals, even if it requests nothing."""
+        # A rank reports its waits even if it requests nothing.
         while not self._closed.wait(STATUS_INTERVAL_S):
             with suppress(MesetaError):  # Requests for windows raise it too.
                 self._dispatcher.request_leases(self._request.lease_request((), (), self._waits.wait_totals()))
 
     @contextmanager
     def _count_as_no_reader(self) -> Iterator[None]:
-        """Context manager that attributes its duration to a missing reader."""
         begin_s = time.monotonic()
         try:
             yield
@@ -372,7 +364,6 @@ class ServedRows:
         self._waits.record(window.stream.reader, window.stream.pop_wait())
 
     def _change_reader(self, index: int, window: PendingWindow, received: Exception | None, wait: _WindowWait) -> None:
-        """Request window `index` again if its reader failed, is slow or is no longer responsible for it."""
         if window.stream is None:
             return self._open_streams()
         reader = window.stream.reader

@@ -18,7 +18,6 @@ class PlantedProduct:
     features: tuple[int, ...]
     """Distinct sparse features. Feature f is column cat_f of a prepared dataset."""
     sign: int
-    """Sign of the term, +1 or -1."""
 
 
 class SynthWorld(ABC):
@@ -31,7 +30,6 @@ class SynthWorld(ABC):
     name: ClassVar[str]
     planted: ClassVar[tuple[PlantedProduct, ...]]
     latent_dim: ClassVar[int]
-    """Width of the latent vector z_f(id)."""
     is_centered_by_distribution: ClassVar[bool]
     """Whether latents have mean 0 and variance 1 over the distribution of ids. Otherwise over a calibration sample."""
 
