@@ -51,7 +51,7 @@ def test_a_suite_that_was_interrupted_goes_on_and_two_copies_differ_nowhere(
     monkeypatch.setattr(_SuiteRunner, "_report_run", tell_and_stop)
     arguments = ("quality", SAMPLE, "--out", out, "--workers", 2)
     code, _, err = run(*arguments)
-    assert code == 143 and "the same command goes on from there" in err
+    assert code == 143 and "the same command resumes from there" in err
     for scored in out.glob("orders-S1/*/seed-1.json"):  # as if it had ended before their weights had gone
         (scored.with_suffix("") / "checkpoints").mkdir(exist_ok=True)
     code, text, err = run(*arguments)
