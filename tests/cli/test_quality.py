@@ -137,7 +137,7 @@ def test_a_training_that_fails_is_told_and_tried_again(run: Run, tiny: Path, tmp
     for _ in range(2):
         code, out, err = run("quality", suite, "--out", tmp_path / "out")
         assert code == 1 and "tiny-with-valid, b, seed 1: failed with exit code 1: " in out
-        assert "1 of the trainings have failed" in err and "the same command tries them again" in err
+        assert "1 training runs failed" in err and "the same command retries them" in err
     assert out.count("[2/2]") == 1 and "[1/2]" not in out  # the other one was kept
     assert "## What has failed" in (tmp_path / "out/quality.md").read_text()
 

@@ -206,7 +206,7 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
         return error_of("train", config, *words).removeprefix("error: ").replace(f"{tmp_path}/", "")
 
     fewer = ("--nproc", "4", "--restarts", "1", "--min-nproc", "3")
-    way_out = "so the run cannot resume on 3 ranks; set --min-nproc 4, or fix no number of ranks in the file"
+    way_out = "so the run cannot resume on 3 ranks; set --min-nproc 4, or use a file without a number of ranks"
     for key, name, why in (
         ("plan", "plan.yaml", "plan file 'plan.yaml' is for 4 ranks"),
         ("plan", "named.yaml", "plan file 'named.yaml' places table 'item' on rank 3"),

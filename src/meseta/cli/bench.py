@@ -46,7 +46,7 @@ def ops(
 ) -> None:
     """Benchmark embedding lookups and training steps.
 
-    Prints lookups/s, the share of the gather limit, and the ratio to other systems.
+    Prints lookups/s, the share of the speed limit given by memory gathers, and the ratio to other systems.
     """
     from meseta.measure.bench import ops as bench
     from meseta.measure.bench.tables import ops_table
@@ -63,6 +63,7 @@ def ops(
     for traffic in traffics:
         contests = list(bench.contests(traffic, names, types, counts, peer_systems))
         ours = [member.variant for _, members in contests for member in members if member.name == "ours"]
+        # Do not measure operators whose results are wrong.
         bench.check_operators([traffic], sorted({(optimizer, dtype) for optimizer, dtype in ours}))
         for optimizer, members in contests:
             result = bench.measure_operators(traffic, optimizer, members, timing, show.log)
@@ -104,6 +105,7 @@ def e2e(
     if why := read_processor().bfloat16_unavailable_reason():
         show.log(f"skipping bfloat16: {why}")
     timing = _timing_options(rounds, starts, 0.6, quick)
+    # Do not measure models whose losses are wrong.
     bench.check_training(trainings, ours)
     for training in trainings:
         members = [member for pair in pairs for member in bench.training_targets(training, pair, ours, peer_systems)]
@@ -132,8 +134,10 @@ class _ResultPrinter:
         console = Console()
         # The default width of 80 would truncate names and ratios in a file or pipe.
         Console(width=None if console.is_terminal else 240).print(table)
+        # Measurements of small tables in short windows are not comparable.
         if self.out is not None and not self.quick:
             append_comparisons(self.out, comparisons)
+        # A failure of another system does not fail the command.
         self.failures += [text for title, text in failures.items() if title.startswith("ours")]
 
     def raise_failures(self) -> None:

@@ -25,7 +25,7 @@ MAX_BACKGROUND_LOAD = 0.5
 def calibrate(
     out: Annotated[Path, typer.Option(help="YAML file to which the cost model is written.")] = Path("cost.yaml"),
     threads: Annotated[int, typer.Option(min=1, help="Number of threads per rank.")] = 1,
-    ranks: Annotated[int, typer.Option(min=2, help="Number of processes in the measured collectives.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of processes between which collectives are measured.")] = 2,
     seconds: Annotated[
         float | None,
         typer.Option(min=1.0, help="Seconds to spend. More time lowers the error. Default: 50, with --neural 120."),
@@ -45,6 +45,7 @@ def calibrate(
     from meseta.machine.files import check_writable_path
     from meseta.measure.calibrate.calibration import calibrate as measure
 
+    # Report an unwritable file before the measurement, which takes about a minute.
     check_writable_path(out)
     if max_reads_per_s is not None and disk is None:
         raise MesetaError("calibrate: --max-reads-per-s needs a disk; name a folder on it with --disk")

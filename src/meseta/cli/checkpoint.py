@@ -22,8 +22,8 @@ app = typer.Typer(help="List, verify, compare, export and import checkpoints.", 
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        help="Path or URL of a checkpoint, of a folder of checkpoints (uses the newest), or of a run (uses its final "
-        "weights, see train.finish)."
+        help="Path or URL of a checkpoint or a folder of checkpoints (uses the newest), or path of a run (uses its "
+        "final weights, see train.finish)."
     ),
 ]
 
@@ -50,6 +50,7 @@ def list_command(
             typer.echo(f"{listed.path}  {'damaged' if listed.is_readable else 'not read'}: {listed.problem}")
         else:
             s = listed.summary
+            # The size of a delta is followed by the total size including the files of older checkpoints that it needs.
             size = f"{format_bytes(s.own_bytes)}{f' of {format_bytes(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_format_saved_at(s)}  {size}  {len(s.tables)} tables  {_describe_content(s, 16)}")
     store = make_store(find_checkpoint_folder(path))
@@ -68,6 +69,7 @@ def _resolve_checkpoint(path: str) -> Location:
     from meseta.train.run_dir import RunDir
 
     place = to_location(path)
+    # Only local run folders have a config with train.finish. A URL leads to checkpoints.
     final = RunDir(place).final_checkpoint() if isinstance(place, Path) else None
     return final or find_checkpoint(place)
 
@@ -201,8 +203,10 @@ def export_command(
         raise MesetaError(f"checkpoint export: --format {form} writes no tables; omit --table and --states")
     source = _resolve_checkpoint(path)
     if programs:
+        # With a run folder, its config is used to build the model.
         files = export_dense(source, out, programs[0], Path(path) if Path(path, "config.yaml").exists() else None)
     else:
+        # The number of rows that match --table is not known here, so the progress bar shows no total.
         total = sum(t.num_embeddings for t in summarize(source).tables)
         with _progress(None if table else total) as on_rows:
             files = export(source, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)

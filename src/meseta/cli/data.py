@@ -192,6 +192,7 @@ def _progress_bar(verb: str, num_rows: int | None) -> Iterator[Callable[..., Non
 
         def update(num_new_rows: int | float, total: int | None = num_rows) -> None:
             state = bar.tasks[task]
+            # The elapsed time may be 0 in the first update.
             rate = (state.completed + num_new_rows) / max(state.elapsed or 0.0, 1e-3)
             bar.update(task, total=total, advance=num_new_rows, rate=rate)
 

@@ -21,7 +21,7 @@ def doctor(
     ] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, including the measurements.")] = False,
 ) -> None:
-    """Check this machine and suggest fixes for what is missing. Exits with 1 if training will fail."""
+    """Check this machine for training and suggest fixes. Exits with 1 if training will fail."""
     from meseta.measure.doctor.checks import run_checks
 
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)

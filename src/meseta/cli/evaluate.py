@@ -32,7 +32,9 @@ def evaluate(
     ] = False,
     by: Annotated[
         list[str] | None,
-        typer.Option(help="Sparse feature whose values define segments with separate metrics. May be repeated."),
+        typer.Option(
+            help="Sparse feature by which metrics are segmented. May be repeated. Default: metrics.segments of the run."
+        ),
     ] = None,
     storage_dir: Annotated[
         Path | None,
@@ -40,6 +42,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run on all rows of a split, and print the metrics as JSON."""
+    # Ranks that torchrun or the launcher has started run the command themselves.
     if nproc != 1 and not is_distributed():
         sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 

@@ -35,6 +35,7 @@ def hang(
 
     Exits with 76 if the run is stuck, and with 0 if it is running or has ended.
     """
+    # Report missing records before the wait.
     read_rank_records(run_dir)
     time.sleep(POLL_INTERVAL_S)
     ranks = read_rank_records(run_dir)
@@ -77,6 +78,7 @@ def _diagnose(ranks: Mapping[int, RankProcess], now_ns: int) -> tuple[Diagnosis 
 def _describe_rank(rank: RankProcess, now_ns: int) -> str:
     """Return the state of a rank and its last heartbeat, or the reason why it is blocked."""
     if not rank.is_local:
+        # Times of another host cannot be compared with this host's clock.
         return describe_state(rank.state, None)
     if not rank.is_alive:
         return f"ended, last at {describe_state(rank.state, None)}"

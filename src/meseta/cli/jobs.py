@@ -69,7 +69,7 @@ class FinishedJob:
 
 
 def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignals) -> Iterator[FinishedJob]:
-    """Run jobs in order, `num_at_a_time` of them at once, and yield each result when the job ends.
+    """Run jobs in order, up to `num_at_a_time` simultaneously, and yield the result of each job when it ends.
 
     SIGTERM and Ctrl-C are forwarded to the running jobs, which may save their state before they end. After that no job
     or step starts. A second signal kills the running jobs.
@@ -80,6 +80,7 @@ def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignal
             while waiting and len(running) < num_at_a_time and signals.first_signal is None:
                 running.append(_RunningJob(waiting.pop(0)))
                 running[-1].start_next_step()
+            # Iterate over a copy, because ended jobs are removed from the list.
             for one in list(running):
                 process = one.process
                 assert process is not None  # Set by start_next_step.
@@ -95,6 +96,7 @@ def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignal
                 yield FinishedJob(one.job, process.exitcode or int(not is_whole), time.monotonic() - one.started_s)
             time.sleep(POLL_INTERVAL_S)
     finally:
+        # The caller may stop iterating, or a step may fail to start, while other jobs are running.
         for one in running:
             if one.process is not None:
                 one.process.kill()

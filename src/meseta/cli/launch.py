@@ -150,6 +150,7 @@ def run_attempt(
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     check_start_memory(num_ranks)
     with ExitStack() as files:
+        # Unnamed files, so that nothing remains if the launcher is killed.
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
         return _run_attempt(arguments, errors, signals, limits or TimeLimits(), run_dir)
 
@@ -163,6 +164,7 @@ def _run_attempt(
 ) -> LaunchResult:
     """Run the command on one rank per file in `errors`. All ranks except rank 0 write their stderr to their file."""
     ranks: list[BaseProcess] = []
+    # The count of kills by the kernel shows afterwards whether a rank was killed for lack of memory.
     former_oom_kills = num_oom_kills(KernelFiles())
     with RankWatch(len(errors), limits, run_dir) as watch:
         try:
@@ -193,6 +195,7 @@ def _run_attempt(
         return LaunchResult(code, f"rank {blamed} lost its connection to the other ranks")
     if blamed != 0:
         errors[blamed].seek(0)
+        # The error is at the end of a long output.
         sys.stderr.buffer.write(errors[blamed].read()[-20_000:])
         sys.stderr.flush()
     return LaunchResult(code)
@@ -202,6 +205,7 @@ def _start_ranks(
     ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]], watch: RankWatch
 ) -> None:
     """Start one process per entry of `errors` and append it to `ranks`."""
+    # The ranks inherit the descriptors, so they may be closed once all ranks have started.
     with Rendezvous(len(errors)) as meeting, Path(os.devnull).open("wb") as nowhere:
         for rank, file in enumerate(errors):
             streams = {} if rank == 0 else {"out": nowhere.fileno(), "err": file.fileno()}
@@ -263,6 +267,7 @@ def _find_failed_rank(ranks: Sequence[BaseProcess]) -> int:
         time.sleep(0.05)
 
     def severity(rank: int) -> int:
+        # A rank with a high value failed because another rank had failed.
         code = ranks[rank].exitcode or 0
         if code == LOST_CONNECTION_EXIT_CODE:
             return 3

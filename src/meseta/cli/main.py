@@ -88,6 +88,7 @@ def options(
 ) -> None:
     """Train recommendation models whose embedding tables are larger than one device."""
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    # A launcher checks the memory for its ranks before it starts them.
     if command in TORCH_COMMANDS and "RANK" not in environ and "--help" not in sys.argv:
         check_start_memory(1)
 
@@ -103,7 +104,9 @@ def main() -> None:
     """
     # torch reads the policy during its import, in this process and in each process that a command starts.
     set_wait_policy(environ)
+    # The stub must be in place before torch is imported.
     defer_dynamo_import()
+    # Keep ignoring Ctrl-C if the parent process ignores it, as shell scripts do for background jobs.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _raise_interrupt)
     rank = environ.get("RANK", "0")
@@ -117,6 +120,7 @@ def main() -> None:
         with StallReporter() if CurrentRankRecord.record is None else nullcontext():
             _run_command()
     except MesetaError as error:
+        # The message of an error from another rank already starts with that rank.
         _exit(1, f"{where if error.rank is None else ERROR_PREFIX}{error}")
     except OSError as error:
         named = f"{error.filename!r}: " if error.filename else ""

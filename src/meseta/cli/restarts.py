@@ -43,7 +43,7 @@ class RestartPolicy:
             if refused := _refusal_reason(settings, fewer):
                 raise MesetaError(
                     f"--min-nproc {restarts.min_ranks}: {refused}, so the run cannot resume on {fewer} "
-                    f"rank{'s' * (fewer > 1)}; set --min-nproc {num_ranks}, or fix no number of ranks in the file"
+                    f"rank{'s' * (fewer > 1)}; set --min-nproc {num_ranks}, or use a file without a number of ranks"
                 )
         return restarts
 
@@ -72,6 +72,7 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
         if not ended.loss_reason or signals.first_signal is not None:
             return ended.report_failure()
         num_ranks, place = restarts.next_ranks(num_ranks, ended), "the first step"
+        # Without a new checkpoint, the next attempt keeps --force and starts from the first step.
         if steps := [step for known, step in _checkpoint_steps(settings).items() if known not in former]:
             place, arguments = f"step {max(steps)}", [word for word in arguments if word != FORCE]
         print(f"note: {ended.loss_reason}; restart {number} of {restarts.max_restarts}, on {num_ranks} "

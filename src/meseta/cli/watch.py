@@ -50,6 +50,7 @@ class RankWatch:
 
     def environ(self, rank: int) -> dict[str, str]:
         """Return the environment variables that pass the record to a rank."""
+        # The rank inherits the open descriptor.
         return {RANK_RECORD_VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
     def poll(self, running: Sequence[bool]) -> tuple[Diagnosis | None, list[str]]:
@@ -63,6 +64,7 @@ class RankWatch:
         self._last_poll_s = now_s
         states = {rank: state for rank, state in self.read_states().items() if running[rank]}
         silent = self._heartbeats.update({rank: state.heartbeat_ns for rank, state in states.items()}, now_s)
+        # A rank without any heartbeat may still be importing its modules.
         first_s = max(self.limits.silent_s, STARTUP_GRACE_S)
         silent = {r: s for r, s in silent.items() if running[r] and (self._heartbeats.has_heartbeat(r) or s > first_s)}
         silent = {r: s for r, s in silent.items() if not self._waits_for_storage(states.get(r), s)}
