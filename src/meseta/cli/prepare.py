@@ -335,7 +335,7 @@ def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
         for option, entries in columns.items()
         if entries
     }
-    # PrepareOptions takes a single label as a string, which may also be a condition.
+    # A single label is passed as a string.
     return {option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()}
 
 

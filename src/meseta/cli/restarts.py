@@ -50,7 +50,7 @@ class RestartPolicy:
     def next_ranks(self, num_ranks: int, ended: LaunchResult) -> int:
         """Return the number of ranks for the next attempt: those that remain, but at least `min_ranks`.
 
-        If all ranks were killed, the cause may be gone, so the next attempt has as many ranks as the last one.
+        If all ranks or none were killed, possibly none of them is unavailable. The number of ranks is then unchanged.
         """
         num_left = num_ranks - len(ended.killed_ranks)
         return max(num_left, self.min_ranks) if num_left else num_ranks

@@ -193,7 +193,10 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
 
 
 def _launch_ranks(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
-    """Launch the ranks and exit with their code, unless this process is the only rank and needs no restarts."""
+    """Launch the ranks and exit with their code.
+
+    Returns if torchrun has started this process as a rank, or if it is the only rank and has no restarts.
+    """
     if is_distributed():
         if restarts or min_nproc is not None:
             raise MesetaError("--restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes")
@@ -255,7 +258,8 @@ def _train(
 ) -> None:
     """Train a model to the end and print the result.
 
-    With `tuning_dataset`, trial runs on it choose the learning rate of the tables first.
+    With `from_scratch`, an existing run is deleted first. With `tuning_dataset`, trial runs on it choose the learning
+    rate of the tables.
     """
     from meseta.machine.interruption import TrainingInterrupt
     from meseta.train.run_dir import clear_run
