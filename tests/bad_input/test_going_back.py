@@ -121,7 +121,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
     before = {step: tree(step_path(run, step)) for step in (10, 14)}
     assert all("must have the checksum" in str(tree[QUARANTINE_MARKER]) for tree in before.values())
     listed = run_here("checkpoint", "list", run)
-    assert listed.code == 0 and listed.out.count("passed over: it was damaged, and the run has gone back behind") == 3
+    assert listed.code == 0 and listed.out.count("quarantined: it was damaged, and the run resumed from an older") == 3
 
     changes |= {"checkpoint__resume": "auto", "checkpoint__deltas": "rolling"}
     ended = run_here("train", config(run, tiny, **changes))

@@ -141,7 +141,7 @@ def test_ids_outside_are_counted_alike(
     for ended in endings:
         assert ended.code == 0, ended.err
         for what, split in (("training", "train"), ("the test split", "test")):
-            said = f"ids outside their table in {what}, handled as embedding.id_policy says: user {expected[split]:,}"
+            said = f"out-of-range ids in {what}, handled by embedding.id_policy: user {expected[split]:,}"
             assert said in ended.out.splitlines()
 
 

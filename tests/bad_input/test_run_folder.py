@@ -377,7 +377,7 @@ def test_strange_names_among_checkpoints_are_named_and_left_alone(tiny: Path, tr
     assert all((parent / name).exists() for name in names)
     assert final_checksum(run) == final_checksum(trained)
     listed = run_here("checkpoint", "list", run)
-    assert listed.code == 0 and listed.out.count("  no checkpoint\n") == len(names)
+    assert listed.code == 0 and listed.out.count("  not a checkpoint\n") == len(names)
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_not_replaced(tiny: Path, run: Path) -> None:

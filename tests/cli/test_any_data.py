@@ -131,7 +131,7 @@ def test_a_tenth_is_kept_for_choosing_and_known_to_eval_and_predict(clicks: Path
     found = json.loads(output_of("eval", "runs/clicks", "--split", "valid"))
     assert (found["split"], found["num_samples"]) == ("valid", num_rows)
     told = output_of("predict", "runs/clicks", "--split", "valid", "--out", "valid.parquet")
-    assert told == f"{num_rows:,} predictions of valid in valid.parquet\n"
+    assert told == f"wrote {num_rows:,} predictions of valid to valid.parquet\n"
     labels = pq.read_table("runs/clicks/data/valid", columns=["label"])["label"]
     assert pq.read_table("valid.parquet")["label"].to_pylist() == labels.to_pylist()
 
@@ -150,7 +150,7 @@ def test_files_for_choosing_and_testing(clicks: Path, output_of: Output, error_o
     assert "is in another split" in error_of(*command)
     output_of(*command, "--valid-fraction", "0", "run_dir=runs/none")
     assert list(Dataset.load("runs/none/data").splits) == ["train", "test"]
-    assert "--valid-files, --split-by is for raw files" in error_of(
+    assert "--valid-files, --split-by needs raw files" in error_of(
         "train", "a=b", "--valid-files", "x", "--split-by", "y"
     )
 
@@ -160,8 +160,8 @@ def test_a_slip_in_the_config_comes_before_the_work(clicks: Path, error_of: Outp
     assert "key 'run_dir'" in error_of("train", "--data", "clicks.csv", "run_dir=[1]")
     assert "key 'data'" in error_of("train", "--data", "clicks.csv", "data=3")
     assert "absent.yaml" in error_of("train", "absent.yaml", "--data", "clicks.csv")
-    assert "nothing to train on" in error_of("train")
-    assert "give --data too" in error_of("train", "a=b", "--label", "x")
+    assert "no training data" in error_of("train")
+    assert "add --data" in error_of("train", "a=b", "--label", "x")
     assert "no such file" in error_of("train", "--data", "absent.csv")
     assert [path.name for path in clicks.parent.iterdir()] == ["clicks.csv"]
 

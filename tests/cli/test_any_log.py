@@ -117,7 +117,7 @@ def test_what_is_no_number_is_counted_and_told(
     values = ["inf", "-Infinity", "nan", "1e400", "", "NA", "0.5", "2"]
     Path("log.csv").write_text("click,x\n" + "".join(f"{row % 2},{values[row % 8]}\n" for row in range(800)))
     printed = output_of("prepare", "log.csv", "--out", "data")
-    assert "x: 400 values are inf or nan, and count as missing" in printed
+    assert "x: 400 values are inf or nan and count as missing" in printed
     assert Dataset.load("data").not_finite == {"x": 400}
 
 
@@ -158,6 +158,6 @@ def test_that_rows_with_times_could_be_tested_on_later_ones_is_said(
     lines = pa.table({**table, "seen": [str(day) for day in table["seen"]]}).to_pylist()
     Path("log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for log in ("log.csv", "log.parquet", "log.jsonl"):
-        assert "--time seen --test-after TIME tests on later ones" in output_of("prepare", log, "--out", f"{log}.data")
+        assert "--time seen --test-after TIME tests on later rows" in output_of("prepare", log, "--out", f"{log}.data")
     later = output_of("prepare", "log.csv", "--out", "later", "--time", "seen", "--test-after", "2026-01-20")
     assert "tests on later" not in later

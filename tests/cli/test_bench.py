@@ -33,8 +33,8 @@ def test_a_quick_run_shows_every_figure_and_keeps_none(tmp_path: Path) -> None:
     [
         (("ops", "b_unif"), "bench: configuration 'b_unif' is unknown; did you mean 'b_uni'?"),
         (("ops", "--optimizers", "adma"), "bench: optimizer 'adma' is unknown; did you mean 'adam'?"),
-        (("ops", "--threads", "1,x"), "bench: 'x' must be a whole number, at least 1"),
-        (("e2e", "--layouts", "1x0"), "bench: '0' must be a whole number, at least 1"),
+        (("ops", "--threads", "1,x"), "bench: 'x' must be a whole number of at least 1"),
+        (("e2e", "--layouts", "1x0"), "bench: '0' must be a whole number of at least 1"),
         (("e2e", "rm3"), "bench: configuration 'rm3' is unknown"),
     ],
 )

@@ -34,7 +34,7 @@ def test_list_inspect_and_verify_name_the_same_model(run: Run, trained: Path) ->
     assert code == 0 and json.loads(out)["path"] == str(newest)
     assert checksum in run("checkpoint", "inspect", newest)[1]
     code, out, _ = run("checkpoint", "verify", trained / "checkpoints")
-    assert code == 0 and out.startswith(f"{newest}: whole, ") and out.endswith(f"model {checksum}\n")
+    assert code == 0 and out.startswith(f"{newest}: intact, ") and out.endswith(f"model {checksum}\n")
 
 
 def test_urls(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_teacher_and_ids_outside_are_printed(run: Run, tiny: Path, tmp_path:
     assert code == 0 and "best reachable: AUC 0.8123  NE 0.7000" in out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     for what, counts in (("training", summary["ids_outside"]), ("the test split", summary["test"]["ids_outside"])):
-        assert f"ids outside their table in {what}, handled as embedding.id_policy says: user {counts['user']}\n" in out
+        assert f"out-of-range ids in {what}, handled by embedding.id_policy: user {counts['user']}\n" in out
 
 
 def test_eval_equals_the_summary(run: Run, trained: Path) -> None:
@@ -91,7 +91,7 @@ def test_eval_equals_the_summary(run: Run, trained: Path) -> None:
 
 def test_predict_writes_every_row_in_order(run: Run, trained: Path, tiny: Path, tmp_path: Path) -> None:
     code, out, _ = run("predict", trained.parent / "run", "--out", tmp_path / "p.parquet")
-    assert code == 0 and out == f"279 predictions of test in {tmp_path / 'p.parquet'}\n"
+    assert code == 0 and out == f"wrote 279 predictions of test to {tmp_path / 'p.parquet'}\n"
     table = pq.read_table(tmp_path / "p.parquet")
     assert table["row"].to_pylist() == list(range(279))
     assert table["label"].to_pylist() == pq.read_table(tiny / "test")["label"].to_pylist()

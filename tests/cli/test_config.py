@@ -33,7 +33,7 @@ def test_lines_are_as_wide_as_the_terminal(output_of: Output, monkeypatch: pytes
 
 def test_slips_are_told_in_one_line(error_of: Output) -> None:
     assert "did you mean 'train.batch_size'" in error_of("config", "train.batchsize")
-    assert "leave the key 'train' out" in error_of("config", "train", "--example", "dlrm")
+    assert "omit the key 'train'" in error_of("config", "train", "--example", "dlrm")
     assert "there is no model 'x'" in error_of("config", "--example", "x")
 
 

@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_check_says_that_all_is_sound(data: Path, output_of: Callable[..., str]) -> None:
-    assert output_of("data", "check", data).startswith(f"{data}: sound, {NUM_ROWS} rows in 2 files read in ")
+    assert output_of("data", "check", data).startswith(f"{data}: no faults, {NUM_ROWS} rows in 2 files read in ")
     document = json.loads(output_of("data", "check", data, "--json"))
     assert document == {"dir": str(data), "ok": True, "num_rows": NUM_ROWS, "num_files": 2, "faults": []}
 
@@ -62,7 +62,7 @@ def test_stats_prints_tables_and_writes_a_page_beside_the_data(data: Path, outpu
     assert "price" in out
     assert "shop" in out
     assert (data / "statistics.html").read_text().startswith("<!doctype html>")
-    assert output_of("data", "check", data).startswith(f"{data}: sound")
+    assert output_of("data", "check", data).startswith(f"{data}: no faults")
 
 
 def test_stats_as_json_and_elsewhere(data: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:

@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_run(case: dict[str, Any], tmp_path: Path, tiny: Pa
     os.kill(ranks[rank], SIGNALS[kind])
     if kind == "kill":
         assert command.wait() == 1
-        assert f"error: rank {rank} was killed by SIGKILL; all ranks are stopped" in command.err.read_text()
+        assert f"error: rank {rank} was killed by SIGKILL; all ranks were stopped" in command.err.read_text()
         assert command.members() == []
         return
     error = check_told(command, rank, since_s)

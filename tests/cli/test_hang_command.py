@@ -70,7 +70,7 @@ def test_ranks_at_work_stopped_and_ended(
     folder = tmp_path / "run"
     monkeypatch.setattr(importlib.import_module("meseta.cli.hang"), "STUCK_TIMEOUT_S", 60.0)  # the machine may be slow
     code, out, _ = run("hang", folder)
-    assert (code, out.splitlines()[0].endswith(", at work")) == (0, True), out
+    assert (code, out.splitlines()[0].endswith(", running")) == (0, True), out
     for rank, process in enumerate(ranks):
         assert re.search(
             rf"^rank {rank} on \S+, process {process.pid}: step 7, stage .*; heartbeat \d\.\d s ago$", out, re.M
@@ -86,7 +86,7 @@ def test_ranks_at_work_stopped_and_ended(
     told = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
     told += "stage data; ranks 0, 1 wait for 'counts' of tables user, item$"
     assert re.search(told, out, re.MULTILINE), out
-    assert f"no stacks of rank 2: it is stopped by a signal, and cannot answer; `kill -CONT {pid}` lets it go on" in out
+    assert f"no stacks of rank 2: it is stopped by a signal and cannot answer; `kill -CONT {pid}` resumes it" in out
     assert "stacks of rank 1:" in out and ranks[0].is_alive() and ranks[1].is_alive()
     for process in ranks:
         process.kill()

@@ -267,7 +267,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
     os.kill(dead_rank.ranks()[1], signal.SIGKILL)
     assert dead_rank.wait(15) == 1
     assert last_lines(dead_rank) == [
-        "error: rank 1 was killed by SIGKILL; all ranks are stopped; the same command goes on from the last checkpoint"
+        "error: rank 1 was killed by SIGKILL; all ranks were stopped; the same command resumes from the last checkpoint"
     ]
     assert dead_rank.members() == []
 
@@ -330,7 +330,7 @@ def test_sigterm_to_one_rank_before_it_trains(tiny: Path, tmp_path: Path) -> Non
     command.until(lambda: 1 in command.ranks(), "rank 1")
     os.kill(command.ranks()[1], signal.SIGTERM)
     assert command.wait(30) == 143
-    assert command.err.read_text() == "interrupted; the same command goes on from the last checkpoint\n"
+    assert command.err.read_text() == "interrupted; the same command resumes from the last checkpoint\n"
     assert command.members() == []
 
 

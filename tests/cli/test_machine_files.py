@@ -18,7 +18,7 @@ def test_calibrate_writes_a_model_and_its_errors(run: Run, tmp_path: Path, monke
     assert code == 0, err
     model = CostModel.load(tmp_path / "cost.yaml")
     assert model.neural is not None and set(model.neural.collectives) == {2, 4}
-    assert "constants alone | with networks" in out and "collectives, 4 devices" in out
+    assert "constants | with networks" in out and "collectives, 4 devices" in out
     assert model.is_measured and not model.tiers.measured
     assert model.exchange.inside_all_to_all.bytes_per_s > 1e6
     for name in ("lookup", "update", "all_to_all", "all_reduce"):

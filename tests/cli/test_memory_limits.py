@@ -75,7 +75,7 @@ def test_a_limit_that_shrinks(options: tuple[object, ...], tmp_path: Path, tiny:
         line = next(line for line in lines_of(command) if "was killed" in line)
         assert re.search(
             r"(error|note): rank \d was killed by SIGKILL of the kernel: the memory of its control group \(\d+ MB\) is "
-            r"used up; raise the limit, or use smaller tables; (all ranks are stopped|restart 1 of 1)",
+            r"used up; raise the limit, or use smaller tables; (all ranks were stopped|restart 1 of 1)",
             line,
         )
         group.limit(2000 * MB)

@@ -139,8 +139,8 @@ def test_what_does_not_fit_gets_changes_with_their_cost(run, files) -> None:
     code, out, err = run("plan", files("model.yaml", WORKLOAD), "--topology", topology(files, hbm_bytes=250_000_000))
     assert code == 1 and out == ""
     assert "too much" in err and "'user'" in err
-    assert " ms a step: store the rows of 'user'" in err
-    assert " ms a step: use 1 more host, 2 in all" in err
+    assert " ms per step: store the rows of 'user'" in err
+    assert " ms per step: use 1 more host, 2 in all" in err
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_bad_workloads_are_told(error_of, files, change: dict, message: str) -> 
 
 def test_bad_calls_are_told(error_of, files, tmp_path: Path) -> None:
     workload, machines = files("model.yaml", WORKLOAD), topology(files)
-    assert "name the machines with --topology" in error_of("plan", workload)
+    assert "specify the hosts with --topology" in error_of("plan", workload)
     assert "overrides a key of a config" in error_of("plan", workload, "seed=1", "--topology", machines)
     assert "no such file" in error_of("plan", tmp_path / "none.yaml", "--topology", machines).lower()
-    assert "name two plan files" in error_of("plan", "diff", machines)
+    assert "specify two plan files" in error_of("plan", "diff", machines)
     assert "must have num_ranks and tables" in error_of("plan", "diff", machines, machines)
 
 
@@ -178,6 +178,6 @@ def test_networks_and_the_bound_of_the_constants(output_of, files, tmp_path: Pat
     found = find_plan(load_workload(work), Topology.load(machines), model)
     alone = predict(found.plan, load_workload(work), Topology.load(machines), constants).step_s
     assert f"step {1e3 * found.prediction.step_s:.4g} ms" in out and "corrected by networks" in out
-    assert f"by the constants alone, which give this one {1e3 * alone:.4g} ms" in out
+    assert f"by the constants alone, which predict {1e3 * alone:.4g} ms for this plan" in out
     assert f"gap {100 * found.bound.relative_gap(alone):.1f} %" in out
     assert "by the constants alone" in page.read_text()

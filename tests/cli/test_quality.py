@@ -51,7 +51,7 @@ def test_a_suite_that_was_interrupted_goes_on_and_two_copies_differ_nowhere(
     monkeypatch.setattr(_SuiteRunner, "_report_run", tell_and_stop)
     arguments = ("quality", SAMPLE, "--out", out, "--workers", 2)
     code, _, err = run(*arguments)
-    assert code == 143 and "the same command goes on from there" in err
+    assert code == 143 and "the same command resumes from there" in err
     for scored in out.glob("orders-S1/*/seed-1.json"):  # as if it had ended before their weights had gone
         (scored.with_suffix("") / "checkpoints").mkdir(exist_ok=True)
     code, text, err = run(*arguments)
@@ -137,7 +137,7 @@ def test_a_training_that_fails_is_told_and_tried_again(run: Run, tiny: Path, tmp
     for _ in range(2):
         code, out, err = run("quality", suite, "--out", tmp_path / "out")
         assert code == 1 and "tiny-with-valid, b, seed 1: failed with exit code 1: " in out
-        assert "1 of the trainings have failed" in err and "the same command tries them again" in err
+        assert "1 training runs failed" in err and "the same command retries them" in err
     assert out.count("[2/2]") == 1 and "[1/2]" not in out  # the other one was kept
     assert "## What has failed" in (tmp_path / "out/quality.md").read_text()
 

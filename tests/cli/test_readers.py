@@ -68,14 +68,14 @@ def test_where_readers_do_not_go(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
     served = ("data.dir=null", "data.service.url=grpc://127.0.0.1:9")
     for arguments, why in (
-        ((config, *served), "data.service.url names readers"),
-        (("--data", "raw.tsv"), "raw files are prepared by the ranks themselves"),
+        ((config, *served), "data.service.url already refers to readers"),
+        (("--data", "raw.tsv"), "the ranks prepare raw files themselves"),
     ):
         ended = run_here("train", *map(str, arguments), "--readers", "2")
         assert ended.code == 1 and why in ended.err, ended.err
     for number in ("-1", "two", "1e3", "99999", ""):
         ended = run_here("train", str(config), f"--readers={number}")
-        assert ended.code == 1 and "it is a number up to 1024, or auto" in ended.err.splitlines()[-1], ended.err
+        assert ended.code == 1 and "it must be auto, or a number up to 1024" in ended.err.splitlines()[-1], ended.err
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -147,7 +147,7 @@ def test_restarts_are_used_up(
     assert capsys.readouterr().err.splitlines() == [
         "note: rank 1 was killed by SIGKILL; restart 1 of 2, on 2 ranks, from the first step",
         "note: rank 0 lost its connection to the other ranks; restart 2 of 2, on 2 ranks, from the first step",
-        "error: rank 0 was killed by SIGKILL after the last restart; all ranks are stopped",
+        "error: rank 0 was killed by SIGKILL after the last restart; all ranks were stopped",
     ]
 
 
@@ -166,7 +166,7 @@ def test_sigterm_ends_the_run(
     monkeypatch.setattr(sys, "argv", ["meseta", "train"])
     assert run_with_restarts(["train"], 2, RestartPolicy(3, 1), run_of(tmp_path)) == 143
     assert len(made) == 1
-    assert capsys.readouterr().err == "interrupted; the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "interrupted; the same command resumes from the last checkpoint\n"
 
 
 def test_a_run_begins_anew_once(attempts: Any, tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
         return error_of("train", config, *words).removeprefix("error: ").replace(f"{tmp_path}/", "")
 
     fewer = ("--nproc", "4", "--restarts", "1", "--min-nproc", "3")
-    way_out = "so that the run cannot go on on 3 ranks; set --min-nproc 4, or let the file leave that open"
+    way_out = "so the run cannot resume on 3 ranks; set --min-nproc 4, or use a file without a number of ranks"
     for key, name, why in (
         ("plan", "plan.yaml", "plan file 'plan.yaml' is for 4 ranks"),
         ("plan", "named.yaml", "plan file 'named.yaml' places table 'item' on rank 3"),
-        ("planner.topology", "topology.yaml", "topology file 'topology.yaml' is of 4 devices"),
+        ("planner.topology", "topology.yaml", "topology file 'topology.yaml' has 4 devices"),
         ("planner.constraints", "rules.yaml", "constraints file 'rules.yaml' names rank 3"),
     ):
         assert told(f"{key}={tmp_path / name}", *fewer) == f"--min-nproc 3: {why}, {way_out}"
@@ -219,10 +219,10 @@ def test_what_forbids_fewer_ranks_is_told_at_the_start(
     assert told("--nproc", "4", "--restarts", "-1") == "--restarts must be 0 or more, got -1"
     in_range = "--min-nproc must be in 1..4, the ranks of --nproc, got 5"
     assert told("--nproc", "4", "--restarts", "1", "--min-nproc", "5") == in_range
-    needs = "--min-nproc 3 is for a run that is started again; give --restarts too"
+    needs = "--min-nproc 3 needs --restarts; set both"
     assert told("--nproc", "4", "--min-nproc", "3") == needs
     assert told("checkpoint.resume=never", "--restarts", "1") == (
-        "--restarts: checkpoint.resume is 'never', so that no run is taken up; set it to auto"
+        "--restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto"
     )
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("RANK", "0")

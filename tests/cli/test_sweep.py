@@ -135,12 +135,12 @@ def test_random_trials_can_be_extended(run: Run, config: Path, tmp_path: Path, s
 
 def test_what_is_wrong_is_one_line(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
     for arguments, words in (
-        (("seed=[1,2]", "--random"), "go together"),
-        (("seed=[1,2]", "--trials", 3), "go together"),
+        (("seed=[1,2]", "--random"), "need each other"),
+        (("seed=[1,2]", "--trials", 3), "need each other"),
         (("sed=[1,2]",), "did you mean 'seed'"),
         (("seed=uniform(0,1)",), "--random --trials N"),
     ):
         code, out, err = run("sweep", config, *arguments, "--out", tmp_path / "sweep")
         assert code == 1 and out == "" and words in err and len(err.splitlines()) == 1
     code, _, err = run("sweep", config, "seed=[5]", "--out", tmp_path / "sweep")
-    assert code == 1 and "no trial was finished" in err
+    assert code == 1 and "no trial has finished" in err

@@ -137,8 +137,8 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
         document.pop(name)
     (data / "dataset.json").write_text(json.dumps(document))
     ended = run_here("prepare", tmp_path / "test.csv", "--like", data, "--out", tmp_path / "like")
-    assert ended.code == 0 and "cannot be told of hour.category" not in ended.err
-    assert "cannot be told of shop, city, hour.category, city_x_age" in ended.out
+    assert ended.code == 0 and "unseen values for hour.category" not in ended.err
+    assert "unseen values for shop, city, hour.category, city_x_age" in ended.out
     assert pq.read_table(tmp_path / "like/test").equals(pq.read_table(data / "test"))
 
 
@@ -161,7 +161,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("like*"))
     ended = run_here("prepare", source, "--like", data, "--out", tmp_path / "like", "--seed", 3, "--vocabulary")
     assert ended.errors == [
-        "error: prepare: --seed, --vocabulary and --like exclude each other: the rows become what they are there"
+        "error: prepare: --seed, --vocabulary cannot be combined with --like, which determines the encoding; omit one"
     ]
     ended = run_here("prepare", tmp_path / "test.csv", "--like", tmp_path, "--out", tmp_path / "like")
     assert ended.code == 1 and "cannot read dataset.json" in ended.err
@@ -200,7 +200,7 @@ def test_bad_rows_may_be_left_out(tmp_path: Path) -> None:
     broken = {**rest, "price": ["dear" if row == 7 else value for row, value in enumerate(rest["price"])]}
     source = write_csv(tmp_path / "broken.csv", broken)
     ended = run_here("prepare", source, "--like", data, "--out", tmp_path / "like", "--bad-rows", "skip")
-    assert ended.code == 0 and "1 rows could not be parsed and were left out" in ended.out
+    assert ended.code == 0 and "1 rows could not be parsed and were omitted" in ended.out
     kept = pq.read_table(data / "test").filter(pa.array(row != 7 for row in range(150)))
     assert pq.read_table(tmp_path / "like/test").equals(kept)
 

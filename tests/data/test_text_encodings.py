@@ -261,4 +261,4 @@ def test_predictions_of_new_rows_take_an_encoding(tmp_path: Path) -> None:
         predicted.append(out.read_bytes())
     assert predicted[0] == predicted[1]
     ended = run_here("predict", tmp_path / "run", "--out", tmp_path / "none.csv", "--encoding", "cp1252")
-    assert ended.errors == ["error: predict: --encoding is for raw files, which --data names; leave it out"]
+    assert ended.errors == ["error: predict: --encoding needs raw files in --data; omit it"]

@@ -228,7 +228,7 @@ def test_the_command(
     out = capsys.readouterr().out
     assert [own[:2] for own in given] == [["verify", str(path)]] * len(faults)
     assert "item   column_wise" in out and "loss of step 3: " in out
-    assert ("equal, as the contract promises" in out) == (code == 0)
+    assert ("no difference exceeds the tolerances" in out) == (code == 0)
     assert out.count("differs first in step 2 (training): table 'item', row ") == faults.count("row")
     assert not (tmp_path / "run").exists()
 
@@ -254,5 +254,5 @@ def test_what_is_wrong_is_one_line(
 def test_under_torchrun(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MesetaError, match="run it without torchrun"):
+    with pytest.raises(MesetaError, match="instead of torchrun"):
         command.verify(write_config(tmp_path / "run.yaml", settings(tiny, tmp_path / "run")))

@@ -88,7 +88,7 @@ def test_columns_of_the_files_are_handed_through(case: Path, tmp_path: Path) -> 
     ended = run_here("predict", case / "run", "--data", tmp_path / "new.csv", "--out", tmp_path / "out.csv",
                      "--keys", "note, price,age")  # fmt: skip
     assert ended.code == 0, ended.err
-    assert f"{NUM_NEW} predictions in" in ended.out and "AUC" not in ended.out and "not seen" in ended.out
+    assert f"{NUM_NEW} predictions to" in ended.out and "AUC" not in ended.out and "not seen" in ended.out
     with (tmp_path / "out.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     expected = pq.read_table(case / "before.parquet")

@@ -176,8 +176,8 @@ def test_on_the_command_line(run: Path, tiny: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--from", "mesta"], "--from 'mesta' is unknown; did you mean 'meseta'?"),
-        (["--from", "torch", "--states"], "--states is for --from meseta alone"),
-        (["--from", "meseta", "--rename", "a=b"], "--rename and --ignore are not for --from meseta"),
+        (["--from", "torch", "--states"], "--states needs --from meseta"),
+        (["--from", "meseta", "--rename", "a=b"], "--rename and --ignore cannot be combined with --from meseta"),
         (["--from", "torch"], "is an export of `meseta checkpoint export`; use --from meseta"),
     ],
 )

@@ -62,7 +62,7 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
     assert row == ["ids", "2", "2", "1", "3", "2", "4", "4"]
-    assert "a prediction of a former version does not know" in result.output
+    assert "the prediction of an older version does not include" in result.output
 
 
 def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:

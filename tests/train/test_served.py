@@ -336,7 +336,7 @@ def test_what_the_dispatcher_does_not_have(tier: Tier, tmp_path: Path) -> None:
     refused(run_here("train", config(), "data.service.dataset=clik"), "no dataset 'clik'; did you mean 'click'?")
     refused(run_here("train", config(data__labels=["buy"])), "is not a label of dataset 'click at 127.0.0.1:")
     refused(run_here("train", config(data__filter="size > 3")), "size")
-    refused(run_here("train", config(), "--data", "x.csv"), "--data 'x.csv' and data.service.url", "leave one out")
+    refused(run_here("train", config(), "--data", "x.csv"), "--data 'x.csv' and data.service.url", "omit one of them")
     assert not (tmp_path / "run").exists()
 
 

@@ -185,7 +185,7 @@ def test_of_many_features_the_worst_is_named(capsys: pytest.CaptureFixture[str])
         found.check()
     print_unseen(found)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 11 and lines[-1] == "warning: and 20 other features likewise"
+    assert len(lines) == 11 and lines[-1] == "warning: and 20 more features with this problem"
     assert len(found.warnings()) == 30 and "'f29' are unseen (test split: not stored)" in "".join(found.warnings())
 
 
@@ -311,7 +311,7 @@ def test_what_is_not_of_new_rows_never_stops(case: Path, tmp_path: Path) -> None
         ended = run_here(*command)
         assert ended.code == 0 and not warned(ended), ended.err
     ended = run_here("predict", run, "--out", tmp_path / "p.csv", "--allow-unseen")
-    assert ended.errors == ["error: predict: --allow-unseen is for raw files, which --data names; leave it out"]
+    assert ended.errors == ["error: predict: --allow-unseen needs raw files in --data; omit it"]
 
 
 def test_descriptions(case: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`meseta bench ops` and `meseta bench e2e`: our speed on this machine, beside other systems in the same run."""
+"""`meseta bench ops` and `meseta bench e2e`: benchmarks of Meseta and other systems in the same run."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Measure this machine, ours beside other systems.", no_args_is_help=True)
+app = typer.Typer(help="Benchmark Meseta against other systems on this machine.", no_args_is_help=True)
 
-PeersOption = Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other systems in the same run.")]
+PeersOption = Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure other systems in the same run.")]
 PeerPythonOption = Annotated[
-    str | None, typer.Option(help="Interpreter that has FBGEMM and TorchRec; else PEER_PYTHON, else this one.")
+    str | None,
+    typer.Option(help="Python interpreter with FBGEMM and TorchRec. Default: $PEER_PYTHON, else this interpreter."),
 ]
-OutOption = Annotated[Path | None, typer.Option(help="CSV file to append the figures to.")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="Windows of each figure and start; medians are shown.")]
-StartsOption = Annotated[int, typer.Option(min=1, help="Times that every process is started anew.")]
+OutOption = Annotated[Path | None, typer.Option(help="CSV file to which the results are appended. Default: none.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Timing windows per start. The median is printed.")]
+StartsOption = Annotated[int, typer.Option(min=1, help="Number of times that each process is started.")]
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Small tables, short windows: to try the command. No figures.")
+    bool,
+    typer.Option("--quick", help="Use small tables and short windows to try the command. Results are not saved."),
 ]
 
 
 @app.command()
 def ops(
     configs: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG]...", help="As in docs/benchmarks.md.")
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG]...", help="Configurations from docs/benchmarks.md. Default: all."),
     ] = None,
-    threads: Annotated[str, typer.Option(help="Numbers of threads, such as 1,2.")] = "1,2",
+    threads: Annotated[str, typer.Option(help="Numbers of threads, separated by commas.")] = "1,2",
     optimizers: Annotated[
-        str, typer.Option(help="Row optimizers; all: every one.")
+        str, typer.Option(help="Row optimizers, separated by commas, or all.")
     ] = "rowwise_adagrad,sgd,adagrad,adam",
-    dtypes: Annotated[str, typer.Option(help="Types of rows; default: all for rowwise_adagrad, else float32.")] = "",
+    dtypes: Annotated[
+        str, typer.Option(help="Data types of rows. Default: all for rowwise_adagrad, float32 for other optimizers.")
+    ] = "",
     peers: PeersOption = True,
     peer_python: PeerPythonOption = None,
     out: OutOption = None,
@@ -39,7 +44,10 @@ def ops(
     starts: StartsOption = 2,
     quick: QuickOption = False,
 ) -> None:
-    """Embedding lookups and train steps, as lookups/s, share of the gather limit, and ratio to other systems."""
+    """Benchmark embedding lookups and training steps.
+
+    Prints lookups/s, the share of the speed limit given by memory gathers, and the ratio to other systems.
+    """
     from meseta.measure.bench import ops as bench
     from meseta.measure.bench.tables import ops_table
     from meseta.measure.bench.workloads import OPS_WORKLOADS, OPTIMIZERS, shrink
@@ -50,11 +58,12 @@ def ops(
     if quick:
         traffics = [shrink(traffic, max_rows=1000, max_batch=64, max_tables=4) for traffic in traffics]
     counts = tuple(_parse_count(word) for word in threads.split(","))
-    found, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
+    peer_systems, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
     timing = _timing_options(rounds, starts, 0.25, quick)
     for traffic in traffics:
-        contests = list(bench.contests(traffic, names, types, counts, found))
+        contests = list(bench.contests(traffic, names, types, counts, peer_systems))
         ours = [member.variant for _, members in contests for member in members if member.name == "ours"]
+        # Do not measure operators whose results are wrong.
         bench.check_operators([traffic], sorted({(optimizer, dtype) for optimizer, dtype in ours}))
         for optimizer, members in contests:
             result = bench.measure_operators(traffic, optimizer, members, timing, show.log)
@@ -65,9 +74,12 @@ def ops(
 @app.command()
 def e2e(
     configs: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG]...", help="As in docs/benchmarks.md.")
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG]...", help="Configurations from docs/benchmarks.md. Default: all."),
     ] = None,
-    layouts: Annotated[str, typer.Option(help="Processes x threads of each, such as 1x2,2x1.")] = "1x2,2x1",
+    layouts: Annotated[
+        str, typer.Option(help="Pairs of processes x threads per process, separated by commas.")
+    ] = "1x2,2x1",
     peers: PeersOption = True,
     peer_python: PeerPythonOption = None,
     out: OutOption = None,
@@ -75,7 +87,7 @@ def e2e(
     starts: StartsOption = 2,
     quick: QuickOption = False,
 ) -> None:
-    """DLRM training, as samples/s and ratio to plain PyTorch and TorchRec."""
+    """Benchmark DLRM training. Prints samples/s and the ratio to plain PyTorch and TorchRec."""
     from dataclasses import replace
 
     from meseta.machine.processors import read_processor
@@ -89,57 +101,60 @@ def e2e(
         trainings = [replace(t, lookups=shrink(t.lookups, max_rows=1000, max_batch=64)) for t in trainings]
     pairs = [(_parse_count(a), _parse_count(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
     ours = bench.MesetaTargets(target=MesetaTraining, check=TrainingCheck)
-    found, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
+    peer_systems, show = _find_peers(peer_python, peers), _ResultPrinter(out, quick)
     if why := read_processor().bfloat16_unavailable_reason():
-        show.log(f"bfloat16 is left out: {why}")
+        show.log(f"skipping bfloat16: {why}")
     timing = _timing_options(rounds, starts, 0.6, quick)
+    # Do not measure models whose losses are wrong.
     bench.check_training(trainings, ours)
     for training in trainings:
-        members = [member for pair in pairs for member in bench.training_targets(training, pair, ours, found)]
+        members = [member for pair in pairs for member in bench.training_targets(training, pair, ours, peer_systems)]
         result = bench.measure_training(training, members, timing, show.log)
         show.print_result(e2e_table(result), bench.comparisons(result), result.timing_result.failures)
     show.raise_failures()
 
 
 class _ResultPrinter:
-    """Tables to standard output, progress to standard error, figures to the file."""
+    """Prints tables to stdout and progress to stderr, and appends results to a CSV file."""
 
     def __init__(self, out: Path | None, quick: bool) -> None:
         self.out, self.quick = out, quick
         self.failures: list[str] = []
 
     def log(self, text: str) -> None:
-        """One line of progress."""
+        """Print a line of progress."""
         typer.echo(text, err=True)
 
     def print_result(self, table: Any, comparisons: Sequence[Any], failures: dict[str, str]) -> None:
-        """Show one contest."""
+        """Print the table of one comparison, save its measurements and collect failures of Meseta."""
         from rich.console import Console
 
         from meseta.telemetry.benchmark_history import append_comparisons
 
         console = Console()
-        # A file or a pipe has no width of its own; names and ratios must not be cut there.
+        # The default width of 80 would truncate names and ratios in a file or pipe.
         Console(width=None if console.is_terminal else 240).print(table)
+        # Measurements of small tables in short windows are not comparable.
         if self.out is not None and not self.quick:
             append_comparisons(self.out, comparisons)
+        # A failure of another system does not fail the command.
         self.failures += [text for title, text in failures.items() if title.startswith("ours")]
 
     def raise_failures(self) -> None:
-        """Exit code 1 where one of ours has no figures."""
+        """Raise MesetaError if a measurement of Meseta failed."""
         from meseta.errors import MesetaError
 
         if self.failures:
-            raise MesetaError(f"bench: no figures for {self.failures[0]}")
+            raise MesetaError(f"bench: measurement failed for {self.failures[0]}")
 
 
-def _find_peers(python: str | None, wanted: bool) -> Any:
+def _find_peers(python: str | None, enabled: bool) -> Any:
     from meseta.measure.bench.peers import find_peers
 
-    found = find_peers(python, enabled=wanted)
-    for line in found.missing:
+    peers = find_peers(python, enabled=enabled)
+    for line in peers.missing:
         typer.echo(line, err=True)
-    return found
+    return peers
 
 
 def _timing_options(rounds: int, starts: int, window_s: float, quick: bool) -> Any:
@@ -151,7 +166,7 @@ def _timing_options(rounds: int, starts: int, window_s: float, quick: bool) -> A
 
 
 def _select(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> list[Any]:
-    """The named ones, all where none is named."""
+    """Return the values of `names`, or all values if there are no names."""
     from meseta.errors import MesetaError, suggest
 
     for name in names or ():
@@ -164,5 +179,7 @@ def _parse_count(text: str) -> int:
     from meseta.errors import MesetaError
 
     if not text.isdigit() or int(text) < 1:
-        raise MesetaError(f"bench: {text!r} must be a whole number, at least 1: --threads 1,2, --layouts 1x2,2x1")
+        raise MesetaError(
+            f"bench: {text!r} must be a whole number of at least 1, as in --threads 1,2 or --layouts 1x2,2x1"
+        )
     return int(text)

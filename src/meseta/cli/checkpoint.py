@@ -1,4 +1,4 @@
-"""`meseta checkpoint`: look at checkpoints, check them, compare them, hand them on."""
+"""`meseta checkpoint`: commands that list, verify, compare, convert and compress checkpoints."""
 
 from __future__ import annotations
 
@@ -17,54 +17,59 @@ if TYPE_CHECKING:
     from meseta.checkpoint import CheckpointSummary
     from meseta.machine.remote import Location
 
-app = typer.Typer(help="Look at checkpoints, check them, compare them, hand them on.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
 CheckpointArgument = Annotated[
     str,
-    typer.Argument(help="A checkpoint, a folder of them (its newest), or a run (what train.finish says); or a URL."),
+    typer.Argument(
+        help="Path or URL of a checkpoint or a folder of checkpoints (uses the newest), or path of a run (uses its "
+        "final weights, see train.finish)."
+    ),
 ]
 
 
 @app.command(name="list")
 def list_command(
-    path: Annotated[str, typer.Argument(help="A run, its folder of checkpoints, or the URL of one.")],
+    path: Annotated[str, typer.Argument(help="Path of a run, or path or URL of its folder of checkpoints.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """All checkpoints with step, size and checksum; exit code 1 if one is damaged or cannot be read."""
+    """List all checkpoints with step, size and checksum. Exits with 1 if one is damaged or unreadable."""
     from meseta.checkpoint import list_checkpoints
     from meseta.checkpoint.listing import find_checkpoint_folder
     from meseta.checkpoint.store.store import make_store
     from meseta.telemetry.formatting import format_bytes
 
-    found = list_checkpoints(path)
+    listing = list_checkpoints(path)
     if as_json:
         lines = [
-            {"path": str(c.path), "problem": c.problem, **(_to_json(c.summary) if c.summary else {})} for c in found
+            {"path": str(c.path), "problem": c.problem, **(_to_json(c.summary) if c.summary else {})} for c in listing
         ]
         typer.echo(json.dumps(lines, indent=1))
-    for listed in () if as_json else found:
+    for listed in () if as_json else listing:
         if listed.summary is None:
             typer.echo(f"{listed.path}  {'damaged' if listed.is_readable else 'not read'}: {listed.problem}")
         else:
             s = listed.summary
+            # The size of a delta is followed by the total size including the files of older checkpoints that it needs.
             size = f"{format_bytes(s.own_bytes)}{f' of {format_bytes(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_format_saved_at(s)}  {size}  {len(s.tables)} tables  {_describe_content(s, 16)}")
     store = make_store(find_checkpoint_folder(path))
     for path_before in () if as_json else store.quarantined():
-        typer.echo(f"{path_before}  passed over: it was damaged, and the run has gone back behind it")
+        typer.echo(f"{path_before}  quarantined: it was damaged, and the run resumed from an older checkpoint")
     for path_of_another in () if as_json else store.unrecognized_entries():
-        typer.echo(f"{path_of_another}  no checkpoint")
-    if any(listed.summary is None for listed in found):
+        typer.echo(f"{path_of_another}  not a checkpoint")
+    if any(listed.summary is None for listed in listing):
         raise typer.Exit(1)
 
 
 def _resolve_checkpoint(path: str) -> Location:
-    """The checkpoint that a path or URL names."""
+    """Return the location of the checkpoint that a path or URL names."""
     from meseta.checkpoint import find_checkpoint
     from meseta.machine.remote import to_location
     from meseta.train.run_dir import RunDir
 
     place = to_location(path)
+    # Only local run folders have a config with train.finish. A URL leads to checkpoints.
     final = RunDir(place).final_checkpoint() if isinstance(place, Path) else None
     return final or find_checkpoint(place)
 
@@ -73,7 +78,7 @@ def _resolve_checkpoint(path: str) -> Location:
 def inspect(
     path: CheckpointArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """What a checkpoint holds: its tables with rows, types, optimizers and sizes, and the position in the data."""
+    """Show the tables of a checkpoint with rows, types, optimizers and sizes, and the position in the data."""
     from meseta.checkpoint import summarize
     from meseta.telemetry.formatting import format_bytes
 
@@ -97,13 +102,13 @@ def inspect(
         shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), kind, t.optimizer, states, size)
     shown.add_row("dense tensors", "", "", "", "", "", format_bytes(summary.dense_bytes))
     if summary.carried_bytes:
-        shown.add_row("answers carried", "", "", "", "", "", format_bytes(summary.carried_bytes))
+        shown.add_row("prefetched embeddings", "", "", "", "", "", format_bytes(summary.carried_bytes))
     Console().print(shown)
-    typer.echo(f"in the data: {json.dumps(summary.reader)}")
+    typer.echo(f"position in the data: {json.dumps(summary.reader)}")
 
 
 def _describe_content(summary: CheckpointSummary, digits: int = 64) -> str:
-    """What names the content, and which older checkpoints are needed for it."""
+    """Return the checksum of the model or chain, and the older checkpoints that are needed."""
     name = f"model {summary.checksum[:digits]}" if summary.checksum else f"chain {(summary.chain or '')[:digits]}"
     if not summary.needs:
         return name
@@ -113,37 +118,40 @@ def _describe_content(summary: CheckpointSummary, digits: int = 64) -> str:
 
 @app.command()
 def compact(
-    path: CheckpointArgument, out: Annotated[Path, typer.Option(help="Folder for the checkpoint; made if need be.")]
+    path: CheckpointArgument,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint. It is created if it does not exist.")],
 ) -> None:
-    """Make one whole checkpoint of a delta and the older ones whose files it needs, in DIR/step-..."""
+    """Merge a delta checkpoint and the older ones that it needs into a full checkpoint OUT/step-..."""
     from meseta.checkpoint import compact as write_whole
     from meseta.checkpoint import summarize
 
-    found = _resolve_checkpoint(path)
-    summary = summarize(found)
+    source = _resolve_checkpoint(path)
+    summary = summarize(source)
     with _progress(sum(table.num_embeddings for table in summary.tables), "compact") as on_rows:
-        made = write_whole(found, out, on_rows=on_rows)
+        made = write_whole(source, out, on_rows=on_rows)
     typer.echo(f"{made}: {_describe_content(summarize(made))}")
 
 
 @app.command()
 def verify(path: CheckpointArgument) -> None:
-    """Read every byte of a checkpoint and check its checksums; exit code 1, naming the file, if one differs."""
+    """Read all bytes of a checkpoint and check the checksums. If one differs, names the file and exits with 1."""
     from meseta.checkpoint import summarize
     from meseta.checkpoint import verify as check
     from meseta.telemetry.formatting import format_bytes
 
-    found = _resolve_checkpoint(path)
-    summary, start_s = summarize(found), time.perf_counter()
-    checksum = check(found)
+    location = _resolve_checkpoint(path)
+    summary, start_s = summarize(location), time.perf_counter()
+    checksum = check(location)
     rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
-    typer.echo(f"{found}: whole, {format_bytes(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
+    typer.echo(f"{location}: intact, {format_bytes(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
 
 
 @app.command()
 def diff(first: CheckpointArgument, second: CheckpointArgument) -> None:
-    """In which tables, rows and dense tensors two checkpoints differ, and whether in what their ids and dense columns
-    mean; exit code 1 if they do."""
+    """List the tables, rows and dense tensors in which two checkpoints differ.
+
+    Also compares the meaning of their ids and dense columns. Exits with 1 if there is a difference.
+    """
     from meseta.checkpoint import compare
     from meseta.data.dataset.encoding import encoding_difference
     from meseta.train.dataset_checks import load_encoding
@@ -157,7 +165,7 @@ def diff(first: CheckpointArgument, second: CheckpointArgument) -> None:
     other_data = encoding_difference(before, now) if before is not None and now is not None else None
     if other_data is not None:
         differs = True
-        typer.echo(f"data that they were trained on: {other_data}")
+        typer.echo(f"training data: {other_data}")
     if differs:
         raise typer.Exit(1)
     typer.echo(f"{one} and {other} hold the same model, bit for bit")
@@ -166,16 +174,20 @@ def diff(first: CheckpointArgument, second: CheckpointArgument) -> None:
 @app.command(name="export")
 def export_command(
     path: CheckpointArgument,
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
-    form: Annotated[str, typer.Option("--format", help="safetensors, numpy; onnx, torch-export.")] = "safetensors",
+    out: Annotated[Path, typer.Option(help="Folder to create.")],
+    form: Annotated[
+        str, typer.Option("--format", help="Output format: safetensors, numpy, onnx or torch-export.")
+    ] = "safetensors",
     table: Annotated[
-        list[str] | None, typer.Option(help="Only tables that match this pattern; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Export only tables that match this pattern. May be repeated. Default: all."),
     ] = None,
-    states: Annotated[bool, typer.Option("--states", help="The states of the row optimizers too.")] = False,
+    states: Annotated[bool, typer.Option("--states", help="Also export the states of the row optimizers.")] = False,
 ) -> None:
-    """Write tables and dense tensors for other programs, block by block: a table never has to fit into memory.
+    """Write tables and dense tensors for other programs.
 
-    onnx and torch-export write the dense part of a run's model, from pooled embeddings to logits, as a program.
+    Tables are written block by block, so that they need not fit into memory. The formats onnx and torch-export write
+    the dense part of a run's model, from pooled embeddings to logits, as a program.
     """
     from meseta.checkpoint import export, summarize
     from meseta.checkpoint.exporting import EXPORT_FORMATS
@@ -188,35 +200,49 @@ def export_command(
         names = ", ".join((*EXPORT_FORMATS, *DENSE_FORMATS))
         raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {names}")
     if programs and (table or states):
-        raise MesetaError(f"checkpoint export: --format {form} writes no tables; leave --table and --states out")
-    found = _resolve_checkpoint(path)
+        raise MesetaError(f"checkpoint export: --format {form} writes no tables; omit --table and --states")
+    source = _resolve_checkpoint(path)
     if programs:
-        files = export_dense(found, out, programs[0], Path(path) if Path(path, "config.yaml").exists() else None)
+        # With a run folder, its config is used to build the model.
+        files = export_dense(source, out, programs[0], Path(path) if Path(path, "config.yaml").exists() else None)
     else:
-        total = sum(t.num_embeddings for t in summarize(found).tables)
+        # The number of rows that match --table is not known here, so the progress bar shows no total.
+        total = sum(t.num_embeddings for t in summarize(source).tables)
         with _progress(None if table else total) as on_rows:
-            files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
+            files = export(source, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
     typer.echo(f"{out}: {len(files)} files, {format_bytes(sum(file.stat().st_size for file in files))}")
 
 
 @app.command(name="import")
 def import_command(
     path: Annotated[
-        Path, typer.Argument(help="File of torch.save or safetensors, a folder of them, or what `export` has made.")
+        Path,
+        typer.Argument(
+            help="File of torch.save or safetensors, a folder of such files, or a folder that `export` wrote."
+        ),
     ],
-    layout: Annotated[str, typer.Option("--from", help="Whose names it has: torch, torchrec or dlrm; or meseta.")],
-    config: Annotated[Path, typer.Option(help="YAML config of the run that shall go on with it.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")] = None,
-    rename: Annotated[list[str] | None, typer.Option(help="SOURCE=TARGET: where one tensor goes.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Leave out tensors that match this pattern.")] = None,
+    layout: Annotated[
+        str, typer.Option("--from", help="Naming scheme of the tensors: torch, torchrec, dlrm or meseta.")
+    ],
+    config: Annotated[Path, typer.Option(help="YAML config of the run that starts from the imported model.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the config.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="SOURCE=TARGET imports tensor SOURCE as TARGET. May be repeated.")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Skip tensors that match this pattern. May be repeated.")] = (
+        None
+    ),
     states: Annotated[
-        bool, typer.Option("--states", help="With --from meseta, the states of all optimizers and their step too.")
+        bool,
+        typer.Option("--states", help="With --from meseta, also import the optimizer states and their step."),
     ] = False,
 ) -> None:
-    """Begin a run with a model that another program trained, or with an export; `meseta train CONFIG` goes on from
-    there.
+    """Create the first checkpoint of a run from a model that another program trained, or from an export.
 
-    No pickle is ever loaded: files hold tensors alone.
+    `meseta train CONFIG` then continues from this checkpoint. Pickled objects are never loaded: files may hold tensors
+    only.
     """
     from meseta.config import load_config
     from meseta.errors import MesetaError, suggest
@@ -226,10 +252,10 @@ def import_command(
     known = [name for name in LAYOUTS if name == layout]
     if layout == MESETA_LAYOUT and (rename or ignore):
         raise MesetaError(
-            f"checkpoint import: --rename and --ignore are not for --from {MESETA_LAYOUT}; leave them out"
+            f"checkpoint import: --rename and --ignore cannot be combined with --from {MESETA_LAYOUT}; omit them"
         )
     if states and layout != MESETA_LAYOUT:
-        raise MesetaError(f"checkpoint import: --states is for --from {MESETA_LAYOUT} alone; leave it out")
+        raise MesetaError(f"checkpoint import: --states needs --from {MESETA_LAYOUT}; omit --states")
     if not known and layout != MESETA_LAYOUT:
         raise MesetaError(
             f"checkpoint import: --from {layout!r} is unknown; {suggest(layout, (*LAYOUTS, MESETA_LAYOUT))}"
@@ -237,7 +263,7 @@ def import_command(
     pairs = [text.partition("=") for text in rename or []]
     for source, equals, target in pairs:
         if not (source and equals and target):
-            raise MesetaError(f"checkpoint import: --rename {source + equals + target!r} is not SOURCE=TARGET")
+            raise MesetaError(f"checkpoint import: --rename {source + equals + target!r} must be SOURCE=TARGET")
     run_config = load_config(config, overrides or [])
     if known:
         renames = {source: target for source, _, target in pairs}
@@ -247,32 +273,37 @@ def import_command(
     width = max(len(entry.source) for entry in imported)
     for entry in imported:
         typer.echo(f"{entry.source:{width}}  ->  {entry.target}  {list(entry.shape)}")
-    typer.echo(f"{saved}: step 0, {len(imported)} tensors; `meseta train {config}` goes on from there")
+    typer.echo(f"{saved}: step 0, {len(imported)} tensors; `meseta train {config}` continues from there")
 
 
 @app.command()
 def advise(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
-    out: Annotated[Path, typer.Option(help="File to write, for checkpoint.tables=FILE.")],
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    out: Annotated[Path, typer.Option(help="YAML file to write, for checkpoint.tables=FILE.")],
     budget: Annotated[
-        float, typer.Option(help="Part of its normalised entropy by which a model may get worse.")
+        float, typer.Option(help="Relative increase of the normalized entropy (NE) that is acceptable.")
     ] = 1e-4,
-    restores: Annotated[int, typer.Option(help="Times that a run is taken up from such a checkpoint.")] = 3,
-    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
+    restores: Annotated[int, typer.Option(help="Number of times that a run is resumed from such a checkpoint.")] = 3,
+    data: Annotated[
+        Path | None, typer.Option(help="Another prepared dataset with the same features. Default: that of the run.")
+    ] = None,
     storage_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+        typer.Option(help="Folder on a local disk in which all tables are stored. Default: the tiers of the run."),
     ] = None,
 ) -> None:
-    """Measure on the split valid what the rows of each table lose in 8, 4, 3 and 2 bits, and write the widths that take
-    the fewest bytes within the budget."""
+    """Find the narrowest row formats for checkpoints within a budget of NE.
+
+    Measures on the validation split how much NE the rows of each table lose with 8, 4, 3 and 2 bits. Writes the widths
+    that need the fewest bytes within the budget.
+    """
     from meseta.telemetry.formatting import format_bytes
     from meseta.train.advise.measure import check_advice, open_advisor
 
     check_advice(budget, restores, out)
     with open_advisor(run_dir, restores, data, storage_dir) as advisor:
         if advisor.split == "test":
-            typer.echo("the data have no split valid, so test is measured", err=True)
+            typer.echo("the dataset has no split valid; measuring on test", err=True)
         with _progress(advisor.num_widths, "advise", "widths") as on_widths:
 
             def show(table: str, bits: int, ne_loss: float | None) -> None:
@@ -284,14 +315,14 @@ def advise(
     advice.bits_file.write(out)
     for table, of_table in advice.bits_file.tables.items():
         typer.echo(f"{table}: {of_table.bits}{'' if of_table.bits == 'exact' else ' bits'}")
-    sizes = f"{format_bytes(advice.num_bytes)} where {format_bytes(advice.exact_bytes)} are exact"
+    sizes = f"{format_bytes(advice.num_bytes)} instead of {format_bytes(advice.exact_bytes)} in the exact format"
     loss = f"NE {100 * advice.ne_loss:+.4f} % on {advisor.split} after {restores} restores"
-    typer.echo(f"{out}: {sizes}, {loss}; `meseta train` takes it as checkpoint.tables={out}")
+    typer.echo(f"{out}: {sizes}, {loss}; use it in `meseta train` with checkpoint.tables={out}")
 
 
 @contextmanager
 def _progress(total: int | None, doing: str = "export", unit: str = "rows") -> Iterator[Callable[[int], None]]:
-    """A live line on standard error."""
+    """Context manager that shows a progress bar on stderr. Yields a function that adds completed units."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

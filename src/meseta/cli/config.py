@@ -1,4 +1,4 @@
-"""`meseta config [KEY]`: what the keys of a config mean; a whole file for a model."""
+"""`meseta config [KEY]`: the keys of a config file, or an example file for a model."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MAX_WIDTH = 120
 def config(
     key: Annotated[
         str | None,
-        typer.Argument(help="A key, a section, a pattern such as '*.lr', or a part of a name.", show_default="all"),
+        typer.Argument(help="A key, a section, a pattern such as '*.lr', or a part of a key.", show_default="all"),
     ] = None,
     example: Annotated[
         str | None,
-        typer.Option("--example", metavar="MODEL", help="Print a whole config file for a model, such as dlrm."),
+        typer.Option("--example", metavar="MODEL", help="Print a complete config file for a model, such as dlrm."),
     ] = None,
 ) -> None:
-    """What the keys of a run's config are: values, default, meaning."""
+    """Print the keys of a config with their values, defaults and meanings."""
     if example is not None:
         from meseta.config.example_config import example_config as text_of
 
         if key is not None:
-            raise MesetaError(f"config: --example prints a whole file; leave the key {key!r} out")
+            raise MesetaError(f"config: --example prints a complete file; omit the key {key!r}")
         typer.echo(text_of(example), nl=False)
         return
     from meseta.config.keys import find_keys, key_sections
@@ -45,7 +45,7 @@ def config(
 
 
 def _print_keys(keys: list[ConfigKey]) -> None:
-    """Each key with its kind and default, and its meaning below."""
+    """Print each key with its type and default on one line and its meaning below."""
     from meseta.config.keys import strip_markdown
 
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)

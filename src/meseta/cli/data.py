@@ -1,4 +1,4 @@
-"""`meseta data`: click logs to try things on; what a prepared dataset holds, and whether it is sound."""
+"""`meseta data`: commands that create synthetic click logs, and check and describe prepared datasets."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_FAULTS = 50
 
-app = typer.Typer(help="Make click logs; check and describe prepared data.", no_args_is_help=True)
+app = typer.Typer(help="Create synthetic click logs; check and describe prepared datasets.", no_args_is_help=True)
 
 
 @app.command()
 def synth(
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
-    rows: Annotated[str, typer.Option(help="Rows in all; 1_000_000 is read as 1000000.")] = "1_000_000",
-    files: Annotated[int, typer.Option(help="Files: day_0.tsv, day_1.tsv, ...")] = 1,
-    seed: Annotated[int, typer.Option(help="Rows, ids and teacher are a function of seed, scale and world.")] = 0,
-    scale: Annotated[float, typer.Option(help="Factor on the 26 Criteo cardinalities, at most 1.")] = 0.01,
+    out: Annotated[Path, typer.Option(help="Folder to create.")],
+    rows: Annotated[str, typer.Option(help="Total number of rows. Underscores are ignored.")] = "1_000_000",
+    files: Annotated[int, typer.Option(help="Number of files: day_0.tsv, day_1.tsv, ...")] = 1,
+    seed: Annotated[
+        int, typer.Option(help="Random seed. The log depends only on seed, scale, world and strength.")
+    ] = 0,
+    scale: Annotated[float, typer.Option(help="Factor on the 26 cardinalities of Criteo, at most 1.")] = 0.01,
     world: Annotated[
-        str, typer.Option(help="The law of the clicks: pairs, or orders (products of three and four).")
+        str, typer.Option(help="Click model: pairs, or orders (with products of three and four categories).")
     ] = "pairs",
-    strength: Annotated[float, typer.Option(help="Factor on the planted part of the law, from 0 to 1.")] = 1.0,
-    gzip: Annotated[bool, typer.Option("--gzip", help="Write day_0.tsv.gz, ...")] = False,
+    strength: Annotated[float, typer.Option(help="Strength of the effects in the click model, from 0 to 1.")] = 1.0,
+    gzip: Annotated[bool, typer.Option("--gzip", help="Compress the files: day_0.tsv.gz, ...")] = False,
     probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Write the true probability of each row, as Parquet.")
+        bool, typer.Option("--probabilities", help="Also write the true probability of each row, as Parquet.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier log.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing log in the folder.")] = False,
 ) -> None:
-    """Write a Criteo-shaped click log with a known teacher: raw TSV, and teacher.json with the best AUC and NE."""
+    """Write a synthetic click log in Criteo's TSV format.
+
+    The clicks follow a known teacher. teacher.json has the best AUC and NE that a model can reach.
+    """
     from meseta.data.synth.click_log import ClickLog, SynthOptions, write_click_log
 
     options = SynthOptions(
@@ -57,10 +62,13 @@ def synth(
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` made.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Hold every file and value of a prepared dataset against its dataset.json; exit code 1, naming each fault."""
+    """Compare all files and values of a prepared dataset with its dataset.json.
+
+    Prints each fault. Exits with 1 if there is one.
+    """
     from meseta.data.dataset.check import check_dataset as run
 
     start_s = time.perf_counter()
@@ -72,21 +80,21 @@ def check(
         for fault in result.faults[:MAX_SHOWN_FAULTS]:
             typer.echo(str(fault))
         if len(result.faults) > MAX_SHOWN_FAULTS:
-            typer.echo(f"... and {len(result.faults) - MAX_SHOWN_FAULTS:,} more; --json shows all")
+            typer.echo(f"... and {len(result.faults) - MAX_SHOWN_FAULTS:,} more; --json lists all of them")
         what = f"{result.num_rows:,} rows in {result.num_files} files read in {time.perf_counter() - start_s:.1f} s"
         faults = f"{len(result.faults):,} {'fault' if len(result.faults) == 1 else 'faults'}"
-        typer.echo(f"{path}: {faults if result.faults else 'sound'}, {what}")
+        typer.echo(f"{path}: {faults if result.faults else 'no faults'}, {what}")
     if result.faults:
         raise typer.Exit(1)
 
 
 @app.command()
 def stats(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` made.")],
-    html: Annotated[Path | None, typer.Option(help="Page to write.", show_default="DIR/statistics.html")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` wrote.")],
+    html: Annotated[Path | None, typer.Option(help="HTML page to write.", show_default="DIR/statistics.html")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and write no page.")] = False,
 ) -> None:
-    """What a prepared dataset holds: splits, dense and sparse features, printed and as a page for a browser."""
+    """Print statistics of the splits, dense features and sparse features, and write them as an HTML page."""
     from meseta.data.dataset.check import STATISTICS_PAGE
     from meseta.data.dataset.dataset import Dataset
     from meseta.data.dataset.describe import describe
@@ -107,7 +115,7 @@ def stats(
 
 
 def _print_description(description: DatasetSummary) -> None:
-    """A table for the splits, one for the dense and one for the sparse features."""
+    """Print one table each for the splits, the dense features and the sparse features."""
     from meseta.telemetry.formatting import format_percent, format_si
 
     rows = [
@@ -139,7 +147,7 @@ def _print_description(description: DatasetSummary) -> None:
 
 
 def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    """The first column to the left, all others to the right."""
+    """Print a table, with the first column left-aligned and all others right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -164,8 +172,10 @@ def _parse_rows(text: str) -> int:
 
 @contextmanager
 def _progress_bar(verb: str, num_rows: int | None) -> Iterator[Callable[..., None]]:
-    """A live line on standard error: share done, rows, rows per second, time left. The function takes new rows and,
-    where `num_rows` is not known at first, the rows in all."""
+    """Context manager that shows a progress bar on stderr: share, rows, rows/s and remaining time.
+
+    It yields a function that takes the number of new rows. If `num_rows` is `None`, the function also takes the total.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -182,6 +192,7 @@ def _progress_bar(verb: str, num_rows: int | None) -> Iterator[Callable[..., Non
 
         def update(num_new_rows: int | float, total: int | None = num_rows) -> None:
             state = bar.tasks[task]
+            # The elapsed time may be 0 in the first update.
             rate = (state.completed + num_new_rows) / max(state.elapsed or 0.0, 1e-3)
             bar.update(task, total=total, advance=num_new_rows, rate=rate)
 
@@ -197,5 +208,5 @@ def _print_summary(teacher: dict[str, Any], out: Path, elapsed_s: float) -> None
     show(f"  {len(teacher['files'])} files, {metrics['num_positives'] / num_rows:.4f} positive")
     if metrics["auc"] is not None:
         show(
-            f"  best reachable: AUC {metrics['auc']:.4f}, NE {metrics['ne']:.4f} (teacher.json has them for each file)"
+            f"  best reachable: AUC {metrics['auc']:.4f}, NE {metrics['ne']:.4f} (values per file are in teacher.json)"
         )

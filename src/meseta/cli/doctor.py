@@ -1,4 +1,4 @@
-"""`meseta doctor`: what this machine has, what is missing, and how to get it."""
+"""`meseta doctor`: checks this machine for what training needs, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ TOPIC_WIDTH = 15
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option("--dir", help="Folder of data and runs, whose speed is measured.")] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, with figures.")] = False,
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Folder of data and runs. The speed of its disk is measured.")
+    ] = Path(),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, including the measurements.")] = False,
 ) -> None:
-    """Look at this machine: what it has, what is missing, how to get it. Exit code 1 where training will fail."""
+    """Check this machine for training and suggest fixes. Exits with 1 if training will fail."""
     from meseta.measure.doctor.checks import run_checks
 
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)
@@ -43,11 +45,11 @@ def doctor(
 
 
 def _format_finding(finding: Any, width: int) -> str:
-    """State, topic and text in columns, and what can be done below."""
+    """Format a finding as columns (state, topic, text), with its remedy on the lines below."""
     margin = " " * (9 + TOPIC_WIDTH)
 
     def wrapped(text: str, first: str, after: str) -> str:
-        # A command or a path in two pieces could not be copied.
+        # Do not break commands and paths, so that they can be copied.
         return textwrap.fill(
             text, width, initial_indent=first, subsequent_indent=after, break_on_hyphens=False, break_long_words=False
         )

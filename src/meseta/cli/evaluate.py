@@ -1,4 +1,4 @@
-"""`meseta eval RUN`: metrics of a trained model over a split."""
+"""`meseta eval RUN`: metrics of a trained model on a split."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from meseta.machine.ranks import is_distributed
 
 
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
-    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = "test",
-    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    split: Annotated[
+        str, typer.Option(help="Split to evaluate: train, test, or valid if the dataset has it.")
+    ] = "test",
+    data: Annotated[
+        Path | None, typer.Option(help="Another prepared dataset with the same features. Default: that of the run.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Number of ranks on this machine.")] = 1,
     best: Annotated[
         bool,
         typer.Option(
-            "--best", help="The checkpoint of the best evaluation; else the newest, or what train.finish says."
+            "--best",
+            help="Use the checkpoint of the best evaluation. Default: the final weights of the run, see train.finish.",
         ),
     ] = False,
     by: Annotated[
-        list[str] | None, typer.Option(help="Sparse feature by whose values to measure apart; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Sparse feature by which metrics are segmented. May be repeated. Default: metrics.segments of the run."
+        ),
     ] = None,
     storage_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+        typer.Option(help="Folder on a local disk in which all tables are stored. Default: the tiers of the run."),
     ] = None,
 ) -> None:
-    """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
+    """Evaluate a checkpoint of a run on all rows of a split, and print the metrics as JSON."""
+    # Ranks that torchrun or the launcher has started run the command themselves.
     if nproc != 1 and not is_distributed():
         sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 
@@ -43,7 +52,12 @@ def evaluate(
     with open_trained(run_dir, split, data, best=best, storage_dir=storage_dir) as trained:
         config = trained.config.metrics
         config = config.model_copy(update={"segments": tuple(by)}) if by else config
-        found = run(trained.model, trained.reader, trained.world, config, trained.logit_shift)
+        evaluation = run(trained.model, trained.reader, trained.world, config, trained.logit_shift)
     if trained.world.rank == 0:
-        line = {"run": str(run_dir), "step": trained.step, "split": split, **found.to_dict(include_reliability=False)}
+        line = {
+            "run": str(run_dir),
+            "step": trained.step,
+            "split": split,
+            **evaluation.to_dict(include_reliability=False),
+        }
         print(json.dumps(line, indent=1))

@@ -1,4 +1,4 @@
-"""`meseta ARGUMENTS` in processes forked from this one once it has imported torch: that import is paid once."""
+"""Processes forked from a process that has imported torch, so that its import time is paid once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from meseta.telemetry.watching.stalls import StallReporter
 def start_command(
     arguments: Sequence[str], name: str, *, variables: Mapping[str, str] | None = None, out: int = 1, err: int = 2
 ) -> BaseProcess:
-    """Start `meseta ARGUMENTS` in a process of its own, with these variables beside the present ones: see
-    meseta.machine.processes.fork."""
+    """Start `meseta ARGUMENTS` in a forked process.
+
+    Args:
+        arguments: Arguments of the command.
+        name: Title of the process.
+        variables: Environment variables to set in addition to those of this process.
+        out: Descriptor used as stdout.
+        err: Descriptor used as stderr.
+    """
     _prepare_fork()
     return fork(partial(_run_command, arguments), name, extra_environ=variables, stdout_fd=out, stderr_fd=err)
 
 
 def start_function(work: Callable[[], object], name: str, *, out: int = 1, err: int = 2) -> BaseProcess:
-    """Do `work` in such a process, which ends with code 1, and an error in one line, where a MesetaError is raised."""
+    """Start `work` in a forked process. If it raises MesetaError or OSError, the process prints it and exits with 1."""
     _prepare_fork()
     return fork(partial(_run_function, work), name, stdout_fd=out, stderr_fd=err)
 
 
 def _prepare_fork() -> None:
     if StallReporter.current is not None:
-        StallReporter.current.stop()  # a fork with threads may deadlock
+        StallReporter.current.stop()  # A fork of a process with threads may deadlock.
     _preload_imports()
 
 
@@ -40,7 +47,8 @@ def _preload_imports() -> None:
     import meseta.cli.preload  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # the collector of a fork does not write into pages that it shares with the others
+    # Keep the garbage collector of forked processes from writing to memory pages that they share with this process.
+    gc.freeze()
 
 
 def _run_function(work: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""`meseta hang RUN`: where the ranks of a run are, which one the others wait for, and their Python stacks."""
+"""`meseta hang RUN`: state of the ranks of a run, the rank that others wait for, and Python stacks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from meseta.telemetry.diagnosis import (
 from meseta.telemetry.rank_folder import RankProcess, collect_stacks, read_rank_records
 
 POLL_INTERVAL_S = 1.5
-"""Between two looks at the records, in which every heart beats."""
+"""Seconds between two reads of the rank records. Each rank sends a heartbeat in this time."""
 STUCK_TIMEOUT_S = 5.0
-"""A rank that has waited so long for one transfer is told as stuck; most take milliseconds."""
+"""Seconds of waiting for one transfer after which a rank counts as stuck. Most transfers take milliseconds."""
 
 
 def hang(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run on several ranks.")],
-    stacks: Annotated[bool, typer.Option(help="Ask ranks of this host for their Python stacks.")] = True,
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run on several ranks.")],
+    stacks: Annotated[bool, typer.Option(help="Request Python stacks from the ranks of this host.")] = True,
 ) -> None:
-    """Say where each rank of a run is and which one the others wait for, of a run at work, stuck or ended. Exit code 76
-    where it is stuck."""
+    """Show the state of each rank of a run, and the rank that others wait for.
+
+    Exits with 76 if the run is stuck, and with 0 if it is running or has ended.
+    """
+    # Report missing records before the wait.
     read_rank_records(run_dir)
     time.sleep(POLL_INTERVAL_S)
     ranks = read_rank_records(run_dir)
@@ -57,10 +60,10 @@ def hang(
 
 
 def _diagnose(ranks: Mapping[int, RankProcess], now_ns: int) -> tuple[Diagnosis | None, str]:
-    """(what is wrong, how the run is)."""
+    """Return (diagnosis, state of the run). The diagnosis is `None` if no problem was detected."""
     alive = {number: rank.state for number, rank in ranks.items() if rank.is_alive}
     if not any(rank.is_local for rank in ranks.values()):
-        return None, "on other hosts: ask there"
+        return None, "on other hosts: run the command there"
     if not alive:
         return diagnose_exit({number: rank.state for number, rank in ranks.items() if rank.is_local}), "ended"
     silent = {number: (now_ns - state.heartbeat_ns) / 1e9 for number, state in alive.items()}
@@ -69,12 +72,13 @@ def _diagnose(ranks: Mapping[int, RankProcess], now_ns: int) -> tuple[Diagnosis 
         or find_diverged(alive)
         or find_stuck(alive, now_ns, STUCK_TIMEOUT_S)
     )
-    return trouble, "at work" if trouble is None else "stuck"
+    return trouble, "running" if trouble is None else "stuck"
 
 
 def _describe_rank(rank: RankProcess, now_ns: int) -> str:
-    """Where a rank is."""
+    """Return the state of a rank and its last heartbeat, or the reason why it is blocked."""
     if not rank.is_local:
+        # Times of another host cannot be compared with this host's clock.
         return describe_state(rank.state, None)
     if not rank.is_alive:
         return f"ended, last at {describe_state(rank.state, None)}"
@@ -83,8 +87,8 @@ def _describe_rank(rank: RankProcess, now_ns: int) -> str:
 
 
 def _missing_stacks_reason(rank: RankProcess) -> str:
-    """A rank that is alive has not written its stacks."""
+    """Return why a rank that is alive has not written its stacks."""
     if rank.blocked_reason:
-        way = f"; `kill -CONT {rank.state.pid}` lets it go on" if rank.is_stopped else ""
-        return f"it is {rank.blocked_reason}, and cannot answer{way}"
-    return "it does not answer; it may be another user's, or have no turn of the processor"
+        way = f"; `kill -CONT {rank.state.pid}` resumes it" if rank.is_stopped else ""
+        return f"it is {rank.blocked_reason} and cannot answer{way}"
+    return "it does not answer; it may belong to another user, or be waiting for a processor"

@@ -1,4 +1,4 @@
-"""Work in processes of its own, several at a time, so that whatever befalls one does not befall the command."""
+"""Jobs in child processes, several at a time. A crash of a job does not end the command."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meseta.cli.launch import StopSignals
 from meseta.errors import ERROR_PREFIX
 
 POLL_INTERVAL_S = 0.05
-"""Between looks at what has ended."""
+"""Seconds between two checks for ended processes."""
 StartProcess = Callable[[int], BaseProcess]
-"""Starts a process that prints to an open descriptor."""
+"""Function that starts a process whose stdout and stderr are the given descriptor."""
 
 
 def command_step(arguments: Sequence[str], title: str) -> StartProcess:
-    """A `meseta` command, as a process called `title`."""
+    """Return a function that starts a `meseta` command in a process called `title`."""
     return partial(_redirect_output, partial(start_command, arguments, title))
 
 
 def function_step(work: Callable[[], object], title: str) -> StartProcess:
-    """`work`, as a process called `title`."""
+    """Return a function that starts `work` in a process called `title`."""
     return partial(_redirect_output, partial(start_function, work, title))
 
 
@@ -35,11 +35,11 @@ def _redirect_output(start: Callable[..., BaseProcess], out: int) -> BaseProcess
 
 @dataclass(frozen=True)
 class CommandJob:
-    """Processes, one after the other, as long as they end well."""
+    """A sequence of processes. Each one starts after the previous one has succeeded."""
 
     name: str
     log: Path
-    """To which what they print is added."""
+    """File to which the output of all steps is appended."""
     steps: Sequence[StartProcess]
 
 
@@ -52,7 +52,7 @@ class _RunningJob:
     has_forwarded_signal: bool = False
 
     def start_next_step(self) -> None:
-        """Begin the next step."""
+        # Appending keeps the output of the previous steps.
         with self.job.log.open("ab") as file:
             self.process = self.job.steps[self.num_started](file.fileno())
         self.num_started += 1
@@ -60,19 +60,19 @@ class _RunningJob:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """One that has ended."""
+    """Result of a job that has ended."""
 
     job: CommandJob
     exit_code: int
-    """Of its last process; 0 where all have ended well."""
+    """Exit code of the last process, or 1 if it succeeded and steps remain. 0 if all steps succeeded."""
     seconds: float
 
 
 def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignals) -> Iterator[FinishedJob]:
-    """Run them in order, some at a time, and give each when it has ended.
+    """Run jobs in order, up to `num_at_a_time` simultaneously, and yield the result of each job when it ends.
 
-    SIGTERM and Ctrl-C to this process are passed on, and waited for while the others save; a second one kills them.
-    Nothing is begun after the first.
+    SIGTERM and Ctrl-C are forwarded to the running jobs, which may save their state before they end. After that no job
+    or step starts. A second signal kills the running jobs.
     """
     waiting, running = list(jobs), list[_RunningJob]()
     try:
@@ -80,9 +80,10 @@ def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignal
             while waiting and len(running) < num_at_a_time and signals.first_signal is None:
                 running.append(_RunningJob(waiting.pop(0)))
                 running[-1].start_next_step()
+            # Iterate over a copy, because ended jobs are removed from the list.
             for one in list(running):
                 process = one.process
-                assert process is not None  # begun above
+                assert process is not None  # Set by start_next_step.
                 if process.exitcode is None:
                     _forward_signal(one, process, signals)
                     continue
@@ -95,6 +96,7 @@ def run_jobs(jobs: Sequence[CommandJob], num_at_a_time: int, signals: StopSignal
                 yield FinishedJob(one.job, process.exitcode or int(not is_whole), time.monotonic() - one.started_s)
             time.sleep(POLL_INTERVAL_S)
     finally:
+        # The caller may stop iterating, or a step may fail to start, while other jobs are running.
         for one in running:
             if one.process is not None:
                 one.process.kill()
@@ -110,6 +112,6 @@ def _forward_signal(one: _RunningJob, process: BaseProcess, signals: StopSignals
 
 
 def last_output_line(log: Path) -> str:
-    """The last line that a failed process printed, without the prefix of errors."""
+    """Return the last line that a failed process printed, without the prefix of errors."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix(ERROR_PREFIX) if lines else "it printed nothing"

@@ -1,4 +1,4 @@
-"""`--nproc N`: the same command on N ranks of this machine."""
+"""Launcher for `--nproc N`: runs the same command on N ranks of this machine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from meseta.telemetry.diagnosis import Diagnosis
 from meseta.telemetry.watching.memory_watch import cgroup_limit_text, check_start_memory
 
 SHUTDOWN_GRACE_S = 10
-"""Seconds that ranks have to leave by themselves before they are killed."""
+"""Seconds that ranks have to exit by themselves before they are killed."""
 PEER_EXIT_GRACE_S = 3
-"""Seconds in which the other ranks may fail too, before the one to blame is named."""
+"""Seconds in which the other ranks may fail as well, before the rank that failed first is determined."""
 SAME_SIGNAL_WINDOW_S = 1.0
-"""Signals this soon after the first are the same call, told to this process and to its group."""
+"""Seconds after the first signal within which another one counts as the same request.
+
+A request may signal both this process and its process group.
+"""
 LOST_CONNECTION_EXIT_CODE = 75
-"""Exit code of a rank that failed because another one went away."""
+"""Exit code of a rank that failed because it lost the connection to another rank."""
 KILL_TIMEOUT_S = 10.0
-"""Seconds that the system has to end a process that was killed; one that waits for a dead disk may take for ever."""
+"""Seconds to wait for the end of a killed process. A process that waits for a failed disk may never end."""
 _PEER_LOSS_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -50,34 +53,34 @@ _PEER_LOSS_MESSAGES = (
 
 
 def is_peer_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank has gone; torch has no class of its own for that."""
+    """Whether a collective failed because another rank has ended. torch raises a plain RuntimeError in this case."""
     return is_distributed() and any(text in str(error) for text in _PEER_LOSS_MESSAGES)
 
 
 def is_nproc_rank() -> bool:
-    """Whether `run_attempt` has started this process, be it as the only rank."""
+    """Whether `run_attempt` started this process. It may be the only rank."""
     return RENDEZVOUS_VARIABLE in environ
 
 
 def resume_hint() -> str:
-    """What a person does after a command was cut off."""
-    ways = {"train": "from the last checkpoint", "prepare": "from what was saved last"}
+    """Return the end of a message that says how to resume a command that was interrupted, or an empty string."""
+    ways = {"train": "from the last checkpoint", "prepare": "from the last saved progress"}
     way = ways.get("".join(sys.argv[1:2]))
-    return f"; the same command goes on {way}" if way else ""
+    return f"; the same command resumes {way}" if way else ""
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C to the launcher: the first is passed on to the ranks, a later one kills them."""
+    """Signals SIGTERM and Ctrl-C of a launcher. It forwards the first one to its ranks and kills them at a second."""
 
     def __init__(self) -> None:
         self.first_signal: int | None = None
-        """The first signal."""
+        """Number of the first signal, or `None` if there was none."""
         self.is_repeated = False
-        """Whether it was repeated."""
+        """Whether another signal arrived after `SAME_SIGNAL_WINDOW_S`."""
         self._first_s = 0.0
 
     def install(self) -> None:
-        """From now on."""
+        """Start to record signals. Replaces the signal handlers of this process."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -90,20 +93,24 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a command on several ranks ended."""
+    """Outcome of a command on several ranks."""
 
     exit_code: int
-    """For the shell."""
+    """Exit code for the shell."""
     loss_reason: str = ""
-    """In words, where a rank was lost: by a signal that nobody sent to the command, its connection, or silence."""
+    """Message about a lost rank, empty if no rank was lost.
+
+    A rank is lost if a signal that the command did not receive kills it, if its connection fails, or if it does not
+    respond.
+    """
     killed_ranks: tuple[int, ...] = ()
-    """Ranks that such signals have ended, or that do not run any more."""
+    """Ranks that were killed by such a signal or are unresponsive."""
 
     def report_failure(self, when: str = "") -> int:
-        """Say of a loss what nobody has said yet; returns the code."""
+        """Print an error about a lost rank, if there is one. Returns the exit code."""
         if self.loss_reason:
             print(
-                f"{ERROR_PREFIX}{self.loss_reason}{when}; all ranks are stopped{resume_hint()}",
+                f"{ERROR_PREFIX}{self.loss_reason}{when}; all ranks were stopped{resume_hint()}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -113,13 +120,14 @@ class LaunchResult:
 def run_ranks(
     arguments: Sequence[str], num_ranks: int, limits: TimeLimits | None = None, run_dir: Path | None = None
 ) -> int:
-    """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
+    """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code. Not used under torchrun.
 
-    Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds, and the one to blame is
-    named with its last words. A rank that does not run any more, that is at another transfer than the others, or for
-    which they wait for longer than `limits` allow, is named, and all are killed. SIGTERM and Ctrl-C reach the ranks as
-    SIGTERM and are waited for: training saves a checkpoint first; a second one ends all at once. Under torchrun, which
-    starts ranks itself, this is not used. What ranks record of themselves may get a name below `run_dir`.
+    Rank 0 writes to this terminal. If a rank fails, the others are stopped within seconds, and its last output is
+    printed. All ranks are killed if one is unresponsive, has diverged, or keeps the others waiting for longer than
+    `limits` allow. The error names this rank.
+
+    SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. The launcher then waits for them, because training saves a
+    checkpoint first. A second signal kills the ranks. With `run_dir`, the records of the ranks may get names below it.
     """
     signals = StopSignals()
     signals.install()
@@ -133,11 +141,16 @@ def run_attempt(
     limits: TimeLimits | None = None,
     run_dir: Path | None = None,
 ) -> LaunchResult:
-    """The same, told `signals` that come meanwhile; what is left to be said of a loss is not said yet."""
+    """Run `meseta ARGUMENTS` as `run_ranks` does, but do not report a lost rank.
+
+    `signals` must be installed. Its first signal may have arrived before the call. Raises MesetaError if `num_ranks` is
+    less than 1 or the memory does not suffice to start.
+    """
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     check_start_memory(num_ranks)
     with ExitStack() as files:
+        # Unnamed files, so that nothing remains if the launcher is killed.
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
         return _run_attempt(arguments, errors, signals, limits or TimeLimits(), run_dir)
 
@@ -149,8 +162,9 @@ def _run_attempt(
     limits: TimeLimits,
     run_dir: Path | None,
 ) -> LaunchResult:
-    """The same on a rank for each of `errors`, where all but rank 0 write what they say."""
+    """Run the command on one rank per file in `errors`. All ranks except rank 0 write their stderr to their file."""
     ranks: list[BaseProcess] = []
+    # The count of kills by the kernel shows afterwards whether a rank was killed for lack of memory.
     former_oom_kills = num_oom_kills(KernelFiles())
     with RankWatch(len(errors), limits, run_dir) as watch:
         try:
@@ -164,14 +178,14 @@ def _run_attempt(
     if blamed is None:
         return LaunchResult(0)
     code = ranks[blamed].exitcode or 0
-    # Outside of training a rank leaves by the signal itself, whoever has sent it.
+    # Outside of training, SIGTERM ends a rank directly, whoever sent it.
     number = signal.SIGTERM if signals.first_signal is None and code == -signal.SIGTERM else signals.first_signal
     if number is not None and (code in (LOST_CONNECTION_EXIT_CODE, 128 + signal.SIGTERM) or code < 0):
-        if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
+        if code != 128 + signal.SIGTERM:  # A rank with this code has already reported its checkpoint.
             print(f"interrupted{resume_hint()}", file=sys.stderr)
         return LaunchResult(128 + number)
     if code < 0:
-        # Others that abort were waiting for one that died.
+        # A rank that aborted was waiting for a rank that died.
         killed = tuple(r for r in killed if r == blamed or ranks[r].exitcode != -signal.SIGABRT)
         loss = f"rank {blamed} was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL and num_oom_kills(KernelFiles()) > former_oom_kills:
@@ -181,6 +195,7 @@ def _run_attempt(
         return LaunchResult(code, f"rank {blamed} lost its connection to the other ranks")
     if blamed != 0:
         errors[blamed].seek(0)
+        # The error is at the end of a long output.
         sys.stderr.buffer.write(errors[blamed].read()[-20_000:])
         sys.stderr.flush()
     return LaunchResult(code)
@@ -190,6 +205,7 @@ def _start_ranks(
     ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]], watch: RankWatch
 ) -> None:
     """Start one process per entry of `errors` and append it to `ranks`."""
+    # The ranks inherit the descriptors, so they may be closed once all ranks have started.
     with Rendezvous(len(errors)) as meeting, Path(os.devnull).open("wb") as nowhere:
         for rank, file in enumerate(errors):
             streams = {} if rank == 0 else {"out": nowhere.fileno(), "err": file.fileno()}
@@ -198,14 +214,16 @@ def _start_ranks(
 
 
 def _wait_for_ranks(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) -> int | LaunchResult | None:
-    """None when every rank succeeded, else the rank to blame, or how they ended that did not go on. Passes signals on
-    to the ranks."""
+    """Wait until all ranks have ended, and forward signals to them.
+
+    Returns `None` if all ranks succeeded, the failed rank, or the outcome if ranks were killed or have diverged.
+    """
     passed_on = None
     while True:
         codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             culprit = _find_failed_rank(ranks)
-            # gloo aborts a rank that gets more than it expects, whoever has sent it.
+            # gloo aborts a rank that receives more than it expects. The rank that sent it has diverged.
             is_victim = ranks[culprit].exitcode in (-signal.SIGABRT, LOST_CONNECTION_EXIT_CODE)
             trouble = watch.find_diverged() if is_victim else None
             return culprit if trouble is None else _kill_ranks(ranks, trouble)
@@ -213,7 +231,7 @@ def _wait_for_ranks(ranks: Sequence[BaseProcess], signals: StopSignals, watch: R
             trouble = watch.find_diverged()
             if trouble is None:
                 return None
-            print(f"{ERROR_PREFIX}{trouble.text}; mend that, and begin anew with --force", file=sys.stderr)
+            print(f"{ERROR_PREFIX}{trouble.text}; fix this and start again with --force", file=sys.stderr)
             return LaunchResult(HANG_EXIT_CODE)
         if signals.is_repeated or signals.first_signal != passed_on:
             passed_on = signals.first_signal
@@ -228,8 +246,12 @@ def _wait_for_ranks(ranks: Sequence[BaseProcess], signals: StopSignals, watch: R
 
 
 def _kill_ranks(ranks: Sequence[BaseProcess], trouble: Diagnosis) -> LaunchResult:
-    """Kill all: they may be stopped, or wait for each other where they hear nothing. A rank that is silent is lost;
-    ranks that are astray would be so again."""
+    """Kill all ranks and return the outcome.
+
+    Unresponsive ranks count as lost, so that the run can be restarted. Diverged ranks would diverge again, so they are
+    reported as an error instead.
+    """
+    # SIGTERM would not end ranks that are stopped or wait in a collective.
     for rank in ranks:
         rank.kill()
     ended = LaunchResult(HANG_EXIT_CODE, trouble.text, trouble.ranks if trouble.kind == "silent" else ())
@@ -237,19 +259,19 @@ def _kill_ranks(ranks: Sequence[BaseProcess], trouble: Diagnosis) -> LaunchResul
 
 
 def _find_failed_rank(ranks: Sequence[BaseProcess]) -> int:
-    """The rank that failed for a reason of its own; rank 0, which has told it already, where several did.
-
-    The others notice its end in their next collective and fail as well, so they get a moment to do so.
-    """
+    """Return the rank that failed first, or the lowest one if several failed independently."""
+    # The other ranks fail in their next collective. Wait for their exit codes. If rank 0 failed, it has already printed
+    # its error, so the lowest rank is the best choice.
     deadline = time.monotonic() + PEER_EXIT_GRACE_S
     while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
 
     def severity(rank: int) -> int:
+        # A rank with a high value failed because another rank had failed.
         code = ranks[rank].exitcode or 0
         if code == LOST_CONNECTION_EXIT_CODE:
             return 3
-        if code == -signal.SIGABRT:  # nccl aborts the ranks that wait for one that has died
+        if code == -signal.SIGABRT:  # nccl aborts ranks that wait for one that has died.
             return 2
         return 0 if code < 0 else 1
 
@@ -266,4 +288,8 @@ def _stop_ranks(ranks: Sequence[BaseProcess]) -> None:
             rank.kill()
             rank.join(KILL_TIMEOUT_S)
             if rank.exitcode is None:
-                print(f"warning: process {rank.pid} does not end: the system holds it", file=sys.stderr, flush=True)
+                print(
+                    f"warning: process {rank.pid} is blocked in the kernel and does not end",
+                    file=sys.stderr,
+                    flush=True,
+                )

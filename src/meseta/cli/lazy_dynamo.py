@@ -1,8 +1,8 @@
-"""A process that compiles nothing does without torch._dynamo, whose import takes as long as that of torch itself.
+"""Defers the import of torch._dynamo, which takes as long as the import of torch, until it is needed.
 
-torch imports it at the first call of `torch.manual_seed`, of an optimizer, of an operator on the device 'meta', only to
-tell it that it must not trace them (`torch._compile._disable_dynamo`); and where it is imported, a group of processes
-tells it to forget what it has cached.
+Commands that compile nothing do not need it. torch imports it only to disable tracing, at the first use of
+`torch.manual_seed`, an optimizer or the device 'meta' (`torch._compile._disable_dynamo`). A new process group also
+clears its caches if it is imported.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ DYNAMO = "torch._dynamo"
 
 
 def defer_dynamo_import() -> None:
-    """Until something of torch._dynamo is asked for but not to trace a function, it is not imported.
+    """Replace torch._dynamo with a stub that imports it at the first access that a compiler would make.
 
-    For commands, before torch is imported. Whoever compiles, or imports a module of it, gets the true one, and what was
-    not to be traced by then is not traced.
+    Call this before torch is imported. Code that compiles, or imports a submodule, gets the real module. Functions
+    whose tracing was disabled before remain untraced.
     """
     if DYNAMO not in sys.modules:
         sys.modules[DYNAMO] = _DynamoStub(DYNAMO)
 
 
 class _DynamoStub(ModuleType):
-    """Stands in for torch._dynamo until that is needed."""
+    """Stub of torch._dynamo, which imports the real module when needed."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # of those who go through all modules, as inspect does
+        if name.startswith("__") and name != "__path__":  # Read by code that iterates over modules, such as `inspect`.
             raise AttributeError(name)
         return getattr(_import_dynamo(self), name)
 
     @property
     def trace_rules(self) -> Any:
-        """What a new group of processes asks for."""
+        """Stub of `trace_rules`, which a new process group accesses, or the real object after the import."""
         return _TraceRulesStub(self) if sys.modules.get(DYNAMO) is self else _import_dynamo(self).trace_rules
 
     def graph_break(self, *reason: Any, **more: Any) -> None:
-        """Before and after the step of an optimizer. There is no graph."""
+        """Do nothing, as there is no graph. Optimizers call this before and after a step."""
 
     def disable(self, function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Callable[..., Any]:
-        """What torch asks for before it calls `function`, which is called as it is while nobody can trace it."""
+        """Return a wrapper that calls `function` directly until torch._dynamo is imported, and untraced afterwards."""
         if function is None:
             return _import_dynamo(self).disable(function, *how, **more)
         untraced: list[Callable[..., Any]] = []
@@ -59,7 +59,7 @@ class _DynamoStub(ModuleType):
 
 
 class _TraceRulesStub:
-    """Stands in for torch._dynamo.trace_rules until more than its cache is asked for."""
+    """Stub of torch._dynamo.trace_rules, which imports the real module for all attributes except its cache."""
 
     def __init__(self, absent: _DynamoStub) -> None:
         self._stub = absent
@@ -68,7 +68,7 @@ class _TraceRulesStub:
         return getattr(_import_dynamo(self._stub).trace_rules, name)
 
     def clear_lru_cache(self) -> None:
-        """Nothing is in it."""
+        """Do nothing, as the cache is empty."""
 
 
 def _import_dynamo(absent: _DynamoStub) -> Any:

@@ -1,4 +1,4 @@
-"""`meseta`: the entry point. Errors that users can act on are printed as one line, without traceback."""
+"""Entry point of the `meseta` command. Prints errors that users can fix as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from meseta.telemetry.watching.memory_watch import check_start_memory
 from meseta.telemetry.watching.stalls import StallReporter
 
 TORCH_COMMANDS = {"train", "eval", "predict", "verify", "sweep", "quality", "calibrate"}
-"""Commands that import torch, whatever their options."""
+"""Commands that import torch with any options."""
 PEER_LOSS_GRACE_S = 5.0
-"""How long a rank that has lost another one may take to find out why."""
+"""Seconds that a rank waits after a peer was lost, so that its watchdog can report which rank it was."""
 
 app = typer.Typer(
     name="meseta",
@@ -88,44 +88,51 @@ def options(
 ) -> None:
     """Train recommendation models whose embedding tables are larger than one device."""
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    # A launcher checks the memory for its ranks before it starts them.
     if command in TORCH_COMMANDS and "RANK" not in environ and "--help" not in sys.argv:
         check_start_memory(1)
 
 
 class UserInterrupt(BaseException):
-    """Ctrl-C. No KeyboardInterrupt, which typer turns into an exit code before it comes here."""
+    """Ctrl-C. It is no KeyboardInterrupt, because typer would turn that into an exit code before `main` sees it."""
 
 
 def main() -> None:
-    """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
-    Ctrl-C."""
-    set_wait_policy(environ)  # read when torch is imported, here and in every process that a command starts
+    """Run a command and exit with its code.
+
+    The code is 1 after a MesetaError, an error of the operating system or a lack of memory, and 130 after Ctrl-C.
+    """
+    # torch reads the policy during its import, in this process and in each process that a command starts.
+    set_wait_policy(environ)
+    # The stub must be in place before torch is imported.
     defer_dynamo_import()
+    # Keep ignoring Ctrl-C if the parent process ignores it, as shell scripts do for background jobs.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _raise_interrupt)
     rank = environ.get("RANK", "0")
     where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
-        if RANK_RECORD_VARIABLE in environ:  # of a rank that `--nproc` has started, which has torch
+        if RANK_RECORD_VARIABLE in environ:  # A rank that a launcher started. It has imported torch already.
             from meseta.comm.recording import start_record
 
             start_record()
-        with (
-            StallReporter() if CurrentRankRecord.record is None else nullcontext()
-        ):  # a launcher watches those with records
+        # A launcher reports the stalls of ranks that have a record.
+        with StallReporter() if CurrentRankRecord.record is None else nullcontext():
             _run_command()
     except MesetaError as error:
+        # The message of an error from another rank already starts with that rank.
         _exit(1, f"{where if error.rank is None else ERROR_PREFIX}{error}")
     except OSError as error:
         named = f"{error.filename!r}: " if error.filename else ""
-        _exit(1, f"{where}{named}{error.strerror or error}; see to that, and run the command again")
+        _exit(1, f"{where}{named}{error.strerror or error}; fix this and run the command again")
     except (MemoryError, RuntimeError) as error:
         if _is_out_of_memory(error):
             way_out = "use smaller tables, layers or batches, or more ranks"
             _exit(1, f"{where}not enough memory ({error_summary(error)}); {way_out}")
         if not (isinstance(error, RuntimeError) and is_peer_loss(error)):
             raise
-        # The launcher names the rank that went away, or the thread that watches the others, which then ends this one.
+        # With --nproc, the launcher names the lost rank. Under torchrun, the PeerWatchdog of this process
+        # names it and exits, so wait for that.
         if CurrentRankRecord.record is not None and RENDEZVOUS_VARIABLE not in environ:
             time.sleep(PEER_LOSS_GRACE_S)
         text = f"{ERROR_PREFIX}lost the connection to another rank: {error}"
@@ -135,22 +142,25 @@ def main() -> None:
     except SystemExit as left:
         if "RANK" not in environ or not isinstance(left.code, int):
             raise
-        # All ranks have met and left the group. Some thread was seen to abort a rank at its very end, when the
-        # interpreter takes everything apart.
+        # All ranks have already left the process group. A thread was seen to abort a rank while the interpreter shut
+        # down, so skip that.
         _exit(left.code, "")
 
 
 def _run_command() -> None:
-    """The command, and what it has left to print."""
+    """Run the command and flush its output."""
     try:
         app()
     finally:
-        remove_scratch_files()  # a fork ends without the interpreter's own end
+        remove_scratch_files()  # A forked process exits without running atexit handlers.
         sys.stdout.flush()
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed, of numpy, Arrow or the core, or of torch, which has no class for it on a CPU."""
+    """Whether an allocation failed in NumPy, Arrow, the C++ core or torch.
+
+    torch raises a plain RuntimeError if an allocation on a CPU fails, so its message is compared.
+    """
     texts = ("can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
@@ -160,11 +170,11 @@ def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _exit(code: int, text: str) -> None:
-    """Print one line and end this process."""
+    """Print `text` as one line, if it is not empty, and end this process."""
     if text:
         print(text, file=sys.stderr, flush=True)
     if "RANK" in environ:
-        # Other ranks may wait for this one in a collective; leaving at once lets the launcher stop them.
+        # Other ranks may wait for this one in a collective. After an immediate exit the launcher can stop them.
         sys.stdout.flush()
         sys.stderr.flush()
         exit_immediately(code)

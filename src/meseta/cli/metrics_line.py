@@ -1,4 +1,4 @@
-"""Figures of an evaluation, in a line."""
+"""Formats the metrics of an evaluation as one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_metrics(line: Mapping[str, Any]) -> str:
-    """`line`: as metrics.jsonl has it."""
+    """Format an entry of metrics.jsonl."""
     return (
         f"AUC {_format_metric(line['auc'])}  NE {_format_metric(line['ne'])}  logloss "
         f"{_format_metric(line['logloss'])}  "

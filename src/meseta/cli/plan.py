@@ -1,5 +1,7 @@
-"""`meseta plan CONFIG` and `meseta plan diff A B`: where tables will lie, why, and what that costs. Workloads need no
-torch."""
+"""`meseta plan CONFIG`, `meseta plan diff A B` and `meseta plan check RUN`: sharding plans, with reasons and costs.
+
+Workload files need no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
     from meseta.telemetry.summary import RunSummary
 
 MAX_RANKS = 16
-"""Ranks that are printed; of more, the fullest and the busiest."""
+"""Maximum number of ranks to print. If there are more, the fullest and the busiest ones are printed."""
 MAX_TABLES = 40
-"""Tables that are printed without --all."""
+"""Maximum number of tables to print without --all."""
 
 
 def plan(
@@ -34,22 +36,38 @@ def plan(
         list[str],
         typer.Argument(
             metavar="CONFIG [KEY=VALUE]... | diff A B [CONFIG] | check RUN",
-            help="Config of a run whose data are prepared, or a workload file; or two plan files to compare; or the "
-            "folder of a run whose plan is held against what it measured.",
+            help="Config of a run with prepared data, or a workload file. With diff: two plan files to compare. With "
+            "check: folder of a run whose predicted and measured times are compared.",
         ),
     ],
-    topology: Annotated[Path | None, typer.Option(help="YAML file of the machines.")] = None,
-    cost: Annotated[
-        Path | None, typer.Option(help="YAML file that `meseta calibrate` wrote; else documented constants.")
+    topology: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of hosts and devices (topology). Default: planner.topology of the config."),
     ] = None,
-    constraints: Annotated[Path | None, typer.Option(help="YAML file of what the plan has to keep to.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan, for `plan:` of a config.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page that draws the plan.")] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of `meseta calibrate`. Default: planner.cost_model of the config, else constants of "
+            "data sheets."
+        ),
+    ] = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with constraints on the plan. Default: planner.constraints of the config."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="YAML file to which the plan is written, for `plan:` of a config. Default: none."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write, which shows the plan. Default: none.")] = None,
     all_tables: Annotated[
-        bool, typer.Option("--all", help="Print every table, not only the 40 that cost most.")
+        bool, typer.Option("--all", help="Print all tables. Default: the 40 with the highest cost.")
     ] = False,
 ) -> None:
-    """Choose a scheme, a tier and ranks for every table, and say why; or compare two plans: `meseta plan diff A B`."""
+    """Choose a sharding type, a tier and ranks for each table, and explain the choices.
+
+    `meseta plan diff A B` compares two plans. `meseta plan check RUN` compares predicted and measured times of a run.
+    """
     if what[0] == "diff":
         _print_difference(what[1:])
         return
@@ -69,27 +87,27 @@ def plan(
         raise MesetaError(_infeasible_message(error)) from None
     if out is not None:
         planned.plan.save(out)
-    found = explain_tables(planned)
+    choices = explain_tables(planned)
     if html is not None:
         from meseta.report.plan_page import write_plan_page
 
-        write_plan_page(planned, found, html, task.note)
-    _print_plan(console, planned, found, MAX_TABLES if not all_tables else len(found))
+        write_plan_page(planned, choices, html, task.note)
+    _print_plan(console, planned, choices, MAX_TABLES if not all_tables else len(choices))
     for path in (out, html):
         if path is not None:
-            console.print(f"written: {path}", soft_wrap=True)
+            console.print(f"wrote {path}", soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """What is planned for which machines."""
+    """Arguments of a planning command: the workload, the topology and the inputs of the planner."""
 
     path: str
     config: RunConfig | None
     """`None` if `path` is a workload file."""
     topology: Topology
     note: str | None
-    """Where the memory of the devices comes from, unless the topology names it."""
+    """Source of the devices' memory sizes. `None` if the topology specifies them."""
     cost_model: CostModel | None
     constraints: Constraints | None
 
@@ -97,7 +115,7 @@ class _PlanRequest:
 def _read_request(
     path: str, overrides: list[str], topology: Path | None, cost: Path | None, rules: Path | None
 ) -> _PlanRequest:
-    """Read a workload file or a config; files that are not named are those of the config."""
+    """Read a workload file or a config. Files that are not given on the command line are those of the config."""
     from meseta.planner.explain.memory import with_device_memory
     from meseta.spec import CostModel, Topology
     from meseta.spec.constraints import Constraints
@@ -107,7 +125,7 @@ def _read_request(
         topology, cost = topology or config.planner.topology, cost or config.planner.cost_model
         rules = rules or config.planner.constraints
     if topology is None:
-        raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
+        raise MesetaError("plan: specify the hosts with --topology FILE; `meseta topology detect` describes this one")
     machines, note = with_device_memory(Topology.load(topology), f"topology file {str(topology)!r}")
     cost_model = None if cost is None else CostModel.load(cost)
     constraints = None if rules is None else Constraints.load(rules)
@@ -115,8 +133,9 @@ def _read_request(
 
 
 def _find_plan(task: _PlanRequest) -> PlanResult:
-    """The plan of a workload file, or the one that the run of a config makes on these machines."""
+    """Return the plan of a workload file, or the plan that a run with this config makes on these hosts."""
     machines = task.topology, task.cost_model, task.constraints
+    # Workload files are planned without an import of torch.
     if task.config is None:
         from meseta.planner import find_plan
         from meseta.spec.workload import load_workload
@@ -128,7 +147,7 @@ def _find_plan(task: _PlanRequest) -> PlanResult:
 
 
 def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
-    """None where the file describes a workload."""
+    """Return the config in a file, or `None` if the file describes a workload."""
     from meseta.config import load_config
     from meseta.spec.documents import read_mapping
     from meseta.spec.workload import is_workload_document
@@ -145,7 +164,7 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
 
 
 def _load_tables(path: str) -> Sequence[TableSpec]:
-    """Of a config, or of a workload file."""
+    """Return the tables of a config or a workload file."""
     from meseta.spec.workload import load_workload
     from meseta.train.setup.source import make_row_source
     from meseta.train.setup.specs import make_specs
@@ -157,11 +176,11 @@ def _load_tables(path: str) -> Sequence[TableSpec]:
 
 
 def _infeasible_message(error: DoesNotFitError) -> str:
-    """The certificate, and one line per change."""
+    """Format the proof that no plan fits, and one line per change that would make it fit."""
     lines = [f"{error.certificate}."]
     if error.fixes:
-        lines.append("What would make it fit, each by itself:")
-        lines += [f"  {1e3 * fix.step_s:>9.4g} ms a step: {fix.description}" for fix in error.fixes]
+        lines.append("Each of these changes makes it fit:")
+        lines += [f"  {1e3 * fix.step_s:>9.4g} ms per step: {fix.description}" for fix in error.fixes]
     else:
         lines.append("No single change makes it fit; use more or larger machines, or smaller tables.")
     return "\n".join(lines)
@@ -170,14 +189,15 @@ def _infeasible_message(error: DoesNotFitError) -> str:
 def _console() -> Console:
     from rich.console import Console
 
+    # Names in the output may contain brackets, which are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file or a pipe has no edge to break lines at
+        console.width = 10_000  # Do not wrap lines in a file or a pipe.
     return console
 
 
 def _table(title: str, columns: list[str]) -> Any:
-    """Text columns fold on a narrow terminal, numbers stay whole."""
+    """Create a table whose text columns wrap in a narrow terminal and whose numeric columns do not."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -187,8 +207,8 @@ def _table(title: str, columns: list[str]) -> Any:
     return table
 
 
-def _print_plan(console: Console, planned: PlanResult, found: list[TableChoice], num_tables: int) -> None:
-    """Headline, ranks, tables."""
+def _print_plan(console: Console, planned: PlanResult, choices: list[TableChoice], num_tables: int) -> None:
+    """Print a summary of the plan, its ranks and its tables."""
     from meseta.planner.explain.difference import format_ranks
 
     prediction, problem, bound = planned.prediction, planned.problem, planned.bound
@@ -198,13 +218,13 @@ def _print_plan(console: Console, planned: PlanResult, found: list[TableChoice],
     alone = ""
     if problem.cost_model.neural is not None:
         origin += ", corrected by networks"
-        alone = f" by the constants alone, which give this one {1e3 * planned.constants_step_s:.4g} ms"
+        alone = f" by the constants alone, which predict {1e3 * planned.constants_step_s:.4g} ms for this plan"
     lines = [
         f"{len(planned.plan.tables):,} tables on {topology.num_hosts} x {topology.devices_per_host} {topology.device} "
         f"ranks{_exchange_text(planned)}; constants {origin}",
-        f"step {1e3 * step_s:.4g} ms, {samples:,.0f} samples/s; rank {prediction.bottleneck} has the most lookup and "
-        f"update; found by: {planned.origin}",
-        f"bound {1e3 * bound.step_s:.4g} ms: no plan of these schemes takes less ({bound.reason}){alone}; gap "
+        f"step {1e3 * step_s:.4g} ms, {samples:,.0f} samples/s; rank {prediction.bottleneck} has the longest "
+        f"lookup and update; found by: {planned.origin}",
+        f"bound {1e3 * bound.step_s:.4g} ms: no plan of these sharding types is faster ({bound.reason}){alone}; gap "
         f"{100 * bound.relative_gap(planned.constants_step_s):.1f} %",
     ]
     for line in lines:
@@ -213,32 +233,32 @@ def _print_plan(console: Console, planned: PlanResult, found: list[TableChoice],
     _print_cache(console, planned)
     _print_overlap(console, planned)
     _print_codecs(console, planned)
-    table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms a step with it"])
-    for one in found[:num_tables]:
+    table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms per step with it"])
+    for one in choices[:num_tables]:
         other = ("none", "") if one.runner_up is None else (one.runner_up, f"{1e3 * one.runner_up_s:.4g}")
         size = f"{one.num_bytes / 1e6:,.1f}"
         table.add_row(
             " + ".join(one.tables), one.scheme, format_ranks(one.ranks), f"{1e3 * one.rank_s:.3g}", size, *other
         )
     console.print(table)
-    if len(found) > num_tables:
-        console.print(f"{len(found) - num_tables:,} tables more that cost less: --all prints them", soft_wrap=True)
+    if len(choices) > num_tables:
+        console.print(f"{len(choices) - num_tables:,} more tables with lower cost; --all prints them", soft_wrap=True)
 
 
 def _exchange_text(planned: PlanResult) -> str:
-    """Which way rows and sums take between hosts, where they have a choice."""
+    """Return the exchange algorithms between hosts, or an empty string if the plan has none."""
     names = [name for name in (planned.plan.exchange, planned.plan.dense_exchange) if name is not None]
     return f", exchange {' with sums by '.join(names)}" if names else ""
 
 
 def _print_ranks(console: Console, planned: PlanResult) -> None:
-    """Milliseconds by component and the most megabytes by tier, of all ranks or of the fullest and busiest."""
+    """Print milliseconds per component and the maximum memory per tier, of all ranks or of the fullest and busiest."""
     from meseta.planner.explain.memory import describe_fullest_ranks
     from meseta.spec.stages import STEP_COMPONENT_LABELS, STEP_COMPONENTS
 
     prediction = planned.prediction
     ranks = prediction.most_loaded_ranks(MAX_RANKS)
-    title = "ranks: ms of a step, and the most MB held" + (
+    title = "ranks: ms per step and peak MB" + (
         f"; the fullest and busiest {len(ranks)} of {prediction.num_ranks:,}"
         if len(ranks) < prediction.num_ranks
         else ""
@@ -253,16 +273,15 @@ def _print_ranks(console: Console, planned: PlanResult) -> None:
 
 
 def _print_cache(console: Console, planned: PlanResult) -> None:
-    """Rows that a step brings, by table, and what a step takes with more or fewer rows near; nothing where none are
-    brought."""
+    """Print the cache misses per step by table, and step times for other cache sizes. Prints nothing without misses."""
     from meseta.planner.explain.cache import MISS_HEADERS, STEP_HEADERS, miss_rows, step_rows_by_share
 
     missed = miss_rows(planned)
     if not missed:
         return
     for title, heads, rows in (
-        ("rows that a step brings from where they lie far", MISS_HEADERS, missed),
-        ("a step with other shares of all these tables' bytes near", STEP_HEADERS, step_rows_by_share(planned)),
+        ("rows fetched from backing stores per step", MISS_HEADERS, missed),
+        ("step time by the share of these tables' bytes in the cache", STEP_HEADERS, step_rows_by_share(planned)),
     ):
         table = _table(title, list(heads))
         for cells in rows:
@@ -271,7 +290,7 @@ def _print_cache(console: Console, planned: PlanResult) -> None:
 
 
 def _print_overlap(console: Console, planned: PlanResult) -> None:
-    """What of the transfers is hidden; nothing where none is."""
+    """Print the hidden part of each transfer. Prints nothing if no transfer is overlapped."""
     from meseta.planner.explain.overlap import OVERLAP_HEADERS, overlap_rows, overlap_title
 
     rows = overlap_rows(planned.prediction)
@@ -284,24 +303,24 @@ def _print_overlap(console: Console, planned: PlanResult) -> None:
 
 
 def _print_check(names: list[str]) -> None:
-    """Predicted and measured milliseconds of a run, by component and rank, and by transfer with its bytes."""
+    """Print predicted and measured milliseconds of a run by component and rank, and by transfer with its bytes."""
     from meseta.report.prediction import compare_components
     from meseta.report.record import read_run
     from meseta.spec.stages import STEP_COMPONENT_LABELS
 
     if len(names) != 1:
-        raise MesetaError(f"plan check: name the folder of one run, got {len(names)} names")
+        raise MesetaError(f"plan check: specify the folder of one run, got {len(names)} names")
     record = read_run(Path(names[0]))
     summary = record.summary
-    found = compare_components(summary)
-    if not found or summary is None or summary.predicted is None:
+    comparisons = compare_components(summary)
+    if not comparisons or summary is None or summary.predicted is None:
         raise MesetaError(
             f"plan check: run {names[0]!r} has no predicted and measured times in its summary.json; they are written "
-            "when a run of this version ends"
+            "when a run of this version of Meseta ends"
         )
     console = _console()
-    table = _table("ms of a step", ["component", "rank", "predicted", "measured", "times as long"])
-    for one in found:
+    table = _table("ms per step", ["component", "rank", "predicted", "measured", "measured / predicted"])
+    for one in comparisons:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         times = f"{1e3 * one.predicted_s:.3g}", f"{1e3 * one.measured_s:.3g}", ratio
         table.add_row(STEP_COMPONENT_LABELS[one.component], str(one.rank), *times)
@@ -309,9 +328,10 @@ def _print_check(names: list[str]) -> None:
     _print_transfers(console, summary)
     _print_misses(console, record)
     measured: dict[int, float] = {}
-    for one in found:
+    for one in comparisons:
         measured[one.rank] = measured.get(one.rank, 0.0) + one.measured_s
     console.print(
+        # The time of a step is that of its slowest rank.
         f"step predicted {1e3 * summary.predicted.step_s:.4g} ms, timed {1e3 * max(measured.values()):.4g} ms on the "
         f"slowest rank; constants {summary.predicted.constants}{_overlap_text(summary)}",
         soft_wrap=True,
@@ -319,27 +339,28 @@ def _print_check(names: list[str]) -> None:
 
 
 def _overlap_text(summary: RunSummary) -> str:
-    """What is hidden in a run, and where its prediction is of another step."""
+    """Return the hidden transfers of a run, and a note if its prediction ignores overlap."""
     hidden = [] if summary.overlap is None else summary.overlap.hidden
     predicted = summary.predicted.overlap if summary.predicted is not None else None
-    told = f"; hidden: {', '.join(hidden)}" if hidden else ""
+    text = f"; hidden: {', '.join(hidden)}" if hidden else ""
     if hidden and predicted is None:
-        told += ", which a prediction of a former version does not know"
-    return told
+        text += ", which the prediction of an older version does not include"
+    return text
 
 
 def _print_transfers(console: Console, summary: RunSummary) -> None:
-    """Seconds and bytes of a step by transfer; nothing where ranks exchanged nothing."""
+    """Print seconds and bytes per step by transfer. Prints nothing if the ranks exchanged nothing."""
     from meseta.report.prediction import compare_transfers
 
-    found = compare_transfers(summary)
-    if not found:
+    transfers = compare_transfers(summary)
+    if not transfers:
         return
     whats = ("ms", "ms exposed", "kB inside", "kB across")
     heads = ["transfer", *(f"{what} {who}" for what in whats for who in ("pred.", "meas."))]
-    table = _table("transfers of a step, mean over ranks", heads)
+    table = _table("transfers per step, mean over ranks", heads)
+    # Summaries of older versions have no predicted exposed times.
     knows_waits = summary.predicted is not None and summary.predicted.overlap is not None
-    for one in found:
+    for one in transfers:
         both = (one.predicted, one.measured)
         cells = [f"{1e3 * means.seconds:.3g}" for means in both]
         waits = [f"{1e3 * means.waited_s:.3g}" for means in both]
@@ -351,58 +372,61 @@ def _print_transfers(console: Console, summary: RunSummary) -> None:
 
 
 def _print_misses(console: Console, record: RunRecord) -> None:
-    """Rows that a step brings from where they lie far, by table; nothing where none does."""
+    """Print predicted and measured cache misses per step by table. Prints nothing without misses."""
     from meseta.report.prediction import compare_cache_misses
 
-    found = compare_cache_misses(record)
-    if not found:
+    misses = compare_cache_misses(record)
+    if not misses:
         return
-    table = _table("misses of a step, over all ranks", ["table", "predicted", "measured", "times as many"])
-    whole = [sum(values) for values in zip(*found.values(), strict=True)]
-    for name, (predicted, measured) in {**found, "all": (whole[0], whole[1])}.items():
-        ratio = f"{measured / predicted:.2f}" if predicted >= 0.5 else ""  # of hardly any it says nothing
+    table = _table("misses per step, over all ranks", ["table", "predicted", "measured", "measured / predicted"])
+    whole = [sum(values) for values in zip(*misses.values(), strict=True)]
+    for name, (predicted, measured) in {**misses, "all": (whole[0], whole[1])}.items():
+        ratio = f"{measured / predicted:.2f}" if predicted >= 0.5 else ""  # Meaningless for very few misses.
         table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", ratio)
     console.print(table)
 
 
 def _print_codecs(console: Console, planned: PlanResult) -> None:
-    """What each codec, and each way between hosts, would make of the step."""
+    """Print the predicted step time of this plan with each codec and each exchange algorithm."""
     from meseta.planner.explain.codec_predictions import codec_headers, codec_rows, predict_codecs
 
-    found = predict_codecs(planned)
-    if found:
-        table = _table("the same plan with other codecs (comm.precision); * as chosen", codec_headers(found))
-        for cells in codec_rows(found):
+    predictions = predict_codecs(planned)
+    if predictions:
+        table = _table(
+            "the same plan with other codecs (comm.precision); * is the chosen one", codec_headers(predictions)
+        )
+        for cells in codec_rows(predictions):
             table.add_row(*cells)
         console.print(table)
 
 
 def _print_difference(files: list[str]) -> None:
-    """Rows and bytes that move between two plan files."""
+    """Print the number of rows and bytes that move between two plan files."""
     from meseta.planner.explain.difference import diff_plans
     from meseta.planner.search.kept_tables import read_plan_file
 
     if len(files) not in (2, 3):
         raise MesetaError(
-            f"plan diff: name two plan files, and perhaps the config of their tables, got {len(files)} names"
+            f"plan diff: specify two plan files, and optionally the config of their tables, got {len(files)} names"
         )
     (before, old_tables), (after, new_tables) = read_plan_file(files[0]), read_plan_file(files[1])
     specs = {table.name: table for table in (*old_tables, *new_tables)}
     if len(files) == 3:
         specs = {table.name: table for table in _load_tables(files[2])}
-    found = diff_plans(before, after, specs)
+    differences = diff_plans(before, after, specs)
     console = _console()
     table = _table("", ["table", "before", "after", "rows moved", "MB moved"])
-    for one in found:
+    for one in differences:
         table.add_row(
             one.table, one.before or "-", one.after or "-", f"{one.num_rows:,}", f"{one.num_bytes / 1e6:,.1f}"
         )
-    if found:
+    if differences:
         console.print(table)
-    total = sum(one.num_bytes for one in found)
-    taken = "" if len(files) == 3 else ", as float32 rows with row-wise Adagrad; name the config for their own types"
+    total = sum(one.num_bytes for one in differences)
+    # Plan files do not contain the data types and optimizers of the tables.
+    taken = "" if len(files) == 3 else ", for float32 rows with row-wise Adagrad; add the config to use its types"
     console.print(
-        f"{len(found):,} of {len(after.tables):,} tables differ; {sum(one.num_rows for one in found):,} rows and "
-        f"{total / 1e6:,.1f} MB move{taken}",
+        f"{len(differences):,} of {len(after.tables):,} tables differ; "
+        f"{sum(one.num_rows for one in differences):,} rows and {total / 1e6:,.1f} MB move{taken}",
         soft_wrap=True,
     )

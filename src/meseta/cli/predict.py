@@ -1,4 +1,4 @@
-"""`meseta predict RUN --out FILE`: predictions in the order of the rows, of a prepared dataset or of raw files."""
+"""`meseta predict RUN --out FILE`: predictions for a prepared dataset or raw files, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -23,58 +23,71 @@ ColumnsOption = Annotated[
     str,
     typer.Option(
         metavar="NAME|NEW=OLD,...",
-        help="Columns of FILE in their order, as user,score=prediction; OLD is row, a key, prediction or label (of "
-        "several labels prediction.NAME and label.NAME). Keys named here need no --keys.",
+        help="Columns of FILE in order, such as user,score=prediction. OLD is row, a key, prediction or label (with "
+        "several labels prediction.NAME and label.NAME). Keys listed here need no --keys. Default: all.",
     ),
 ]
 
 
 def predict(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", help="CSV or Parquet file to write, with row, keys, prediction and label."
+        ),
     ],
-    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = _DEFAULT_SPLIT,
+    split: Annotated[
+        str, typer.Option(help="Split to predict: train, test, or valid if the dataset has it.")
+    ] = _DEFAULT_SPLIT,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
             metavar="DIR|FILE",
-            help="Another prepared dataset with the same features; or raw files, folders, patterns or URLs, with "
-            "labels or without; repeatable.",
+            help="Another prepared dataset with the same features, or raw files, folders, patterns or URLs, with or "
+            "without labels. May be repeated. Default: the dataset of the run.",
         ),
     ] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    nproc: Annotated[int, typer.Option(help="Number of ranks on this machine.")] = 1,
     keys: Annotated[
         str,
-        typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
+        typer.Option(
+            help="Input columns to copy to FILE, such as user,item. Prepared data always adds group and time."
+        ),
     ] = "",
     columns: ColumnsOption = "",
     encoding: Annotated[
-        str | None, typer.Option(help="Of text in raw files.", show_default="that of the earlier files")
+        str | None, typer.Option(help="Text encoding of raw files.", show_default="that of the earlier files")
     ] = None,
     allow_unseen: Annotated[
-        bool, typer.Option("--allow-unseen", help="Predict raw rows also if training has not seen their values.")
+        bool,
+        typer.Option("--allow-unseen", help="Predict raw rows even if their values were not seen in training."),
     ] = False,
     best: Annotated[
         bool,
         typer.Option(
-            "--best", help="The checkpoint of the best evaluation; else the newest, or what train.finish says."
+            "--best",
+            help="Use the checkpoint of the best evaluation. Default: the final weights of the run, see train.finish.",
         ),
     ] = False,
     storage_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+        typer.Option(help="Folder on a local disk in which all tables are stored. Default: the tiers of the run."),
     ] = None,
 ) -> None:
-    """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
-    number and keys."""
+    """Predict with a checkpoint of a run.
+
+    Writes one probability per row and label in the order of the rows, with the number and keys of the row.
+    """
     from meseta.train.interop.output_columns import OutputColumns
     from meseta.train.interop.table_files import check_suffix
 
+    # Check the options before ranks start.
     check_suffix(out)
     chosen, names = OutputColumns.parse(comma_list(columns)), comma_list(keys)
     chosen.check_keys(names)
+    # Ranks that torchrun or the launcher has started run the command themselves.
     if nproc != 1 and not is_distributed():
         sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
 
@@ -99,27 +112,28 @@ def _predict(
     names = columns.keys if columns.pairs else keys
     if data and not _is_dataset(data):
         if split != _DEFAULT_SPLIT:
-            raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
+            raise MesetaError(f"predict: raw files have no split {split!r}; omit --split to predict all rows")
         _predict_rows(run_dir, out, data, names, columns, **options)
         return
     for name in ("encoding", "allow_unseen"):
         if name in options:
             option = f"--{name.replace('_', '-')}"
-            raise MesetaError(f"predict: {option} is for raw files, which --data names; leave it out")
+            raise MesetaError(f"predict: {option} needs raw files in --data; omit it")
     from meseta.train.predictions import write_predictions
     from meseta.train.trained_model import open_trained
 
     folder = Path(data[0]) if data else None
+    # data.filter is ignored, so that predictions match all rows of the files.
     with open_trained(run_dir, split, folder, ignore_filter=True, **options) as trained:
         num_rows = write_predictions(
             trained.model, trained.reader, trained.world, out, names, trained.logit_shift, columns=columns
         )
     if trained.world.rank == 0:
-        print(f"{num_rows:,} predictions of {split} in {out}")
+        print(f"wrote {num_rows:,} predictions of {split} to {out}")
 
 
 def _is_dataset(data: Sequence[str]) -> bool:
-    """Whether it is one folder with a dataset.json; any other folder holds raw files."""
+    """Whether `data` is a single folder with a dataset.json. Any other folder holds raw files."""
     from meseta.data.dataset.dataset import DATASET_FILE
     from meseta.machine.files import path_exists
 
@@ -129,7 +143,7 @@ def _is_dataset(data: Sequence[str]) -> bool:
 def _predict_rows(
     run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
-    """Of raw rows, with metrics where they have labels."""
+    """Predict raw rows, and print metrics if the rows have labels."""
     from meseta.cli.metrics_line import format_metrics
     from meseta.train.predictions import write_raw_predictions
     from meseta.train.trained_model import open_for_raw_rows
@@ -139,7 +153,7 @@ def _predict_rows(
             trained.model, trained.reader, trained.world, out, trained.logit_shift, columns
         )
     if trained.world.rank == 0:
-        print(f"{predicted.num_rows:,} predictions in {out}")
+        print(f"wrote {predicted.num_rows:,} predictions to {out}")
         print_unseen(predicted.unseen)
         for label, line in predicted.metrics.items():
             print(f"{label}: {format_metrics(line)}")

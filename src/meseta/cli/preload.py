@@ -1,6 +1,6 @@
-"""Imports what commands that train need, torch among it: processes that are forked afterwards share it."""
+"""Imports everything that training commands need, including torch, so that forked processes share it."""
 
-import sympy  # noqa: F401 (by torch, at its first use)
+import sympy  # noqa: F401 (torch imports it at its first use)
 
 import meseta.train.predictions
 import meseta.train.trained_model

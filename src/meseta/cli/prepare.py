@@ -1,4 +1,4 @@
-"""`meseta prepare`: raw click logs to a dataset directory."""
+"""`meseta prepare`: converts raw click logs to a dataset."""
 
 from __future__ import annotations
 
@@ -22,27 +22,33 @@ if TYPE_CHECKING:
     from meseta.data.prepare.options import PrepareOptions
 
 MAX_SHOWN_SHARES = 10
-"""Lines of a table that is printed of features."""
-_COLUMNS_PANEL, _SPLITS_PANEL = "What the columns are", "What is kept from training"
+"""Maximum number of features to list in a table or in warnings."""
+_COLUMNS_PANEL, _SPLITS_PANEL = "Column types", "Splits"
 TestFractionOption = Annotated[
-    float | None, typer.Option(help="Share of rows for testing.", show_default="0.1", rich_help_panel=_SPLITS_PANEL)
+    float | None,
+    typer.Option(
+        help="Share of rows in the test split, from 0 to 1.", show_default="0.1", rich_help_panel=_SPLITS_PANEL
+    ),
 ]
 TestFilesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--test-files",
         metavar="FILE",
-        help="File or pattern of rows for testing; repeatable.",
+        help="File or pattern of the rows in the test split. May be repeated.",
         rich_help_panel=_SPLITS_PANEL,
     ),
 ]
 TestAfterOption = Annotated[
-    str | None, typer.Option(help="Time from which on rows are for testing: 2026-01-31.", rich_help_panel=_SPLITS_PANEL)
+    str | None,
+    typer.Option(
+        help="Time from which on rows belong to the test split, such as 2026-01-31.", rich_help_panel=_SPLITS_PANEL
+    ),
 ]
 ValidFractionOption = Annotated[
     float | None,
     typer.Option(
-        help="Share of rows for choosing, the valid split.",
+        help="Share of rows in the validation split, from 0 to 1.",
         show_default="none; of train --data, 0.1",
         rich_help_panel=_SPLITS_PANEL,
     ),
@@ -52,18 +58,21 @@ ValidFilesOption = Annotated[
     typer.Option(
         "--valid-files",
         metavar="FILE",
-        help="File or pattern of rows for choosing; repeatable.",
+        help="File or pattern of the rows in the validation split. May be repeated.",
         rich_help_panel=_SPLITS_PANEL,
     ),
 ]
 ValidAfterOption = Annotated[
     str | None,
-    typer.Option(help="Time from which on they are for choosing, until testing.", rich_help_panel=_SPLITS_PANEL),
+    typer.Option(
+        help="Time from which on rows belong to the validation split, until the test split.",
+        rich_help_panel=_SPLITS_PANEL,
+    ),
 ]
 SplitByOption = Annotated[
     str | None,
     typer.Option(
-        help="Shares of what. time: the last rows; group: whole groups.",
+        help="Rule by which rows are assigned to splits. time: the last rows. group: complete groups.",
         show_default="rows drawn by seed",
         rich_help_panel=_SPLITS_PANEL,
     ),
@@ -71,7 +80,7 @@ SplitByOption = Annotated[
 LabelOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Column of the label, or of several: a,b; or a condition: 'rating >= 4'.",
+        help="Label column, several columns such as a,b, or a condition such as 'rating >= 4'.",
         show_default="by its name",
         rich_help_panel=_COLUMNS_PANEL,
     ),
@@ -79,56 +88,66 @@ LabelOption = Annotated[
 DenseOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Columns that are numbers, or patterns: age,I*. The rest is inferred.", rich_help_panel=_COLUMNS_PANEL
+        help="Dense (numeric) columns or patterns, such as age,I*. Other columns are inferred.",
+        rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
 SparseOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Columns that are categories, likewise; under --dense too: both.", rich_help_panel=_COLUMNS_PANEL
+        help="Sparse (categorical) columns or patterns. A column may be both dense and sparse.",
+        rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
 IgnoreOption = Annotated[
-    list[str] | None, typer.Option(help="Columns that are left out, likewise.", rich_help_panel=_COLUMNS_PANEL)
+    list[str] | None, typer.Option(help="Columns or patterns to ignore.", rich_help_panel=_COLUMNS_PANEL)
 ]
 TimeColumnOption = Annotated[
     list[str] | None,
     typer.Option(
         "--time",
-        help="Column of times, which --test-after goes by.",
+        help="Column of timestamps, to which --test-after and --valid-after refer.",
         show_default="by its name",
         rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
 SchemaOption = Annotated[
-    Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS_PANEL)
+    Path | None, typer.Option(help="YAML file with the types of all columns.", rich_help_panel=_COLUMNS_PANEL)
 ]
 EncodingOption = Annotated[
     str | None,
     typer.Option(
-        "--encoding", help="Of text, such as cp1252.", show_default="UTF-8, or UTF-16", rich_help_panel=_COLUMNS_PANEL
+        "--encoding",
+        help="Text encoding of the files, such as cp1252.",
+        show_default="UTF-8, or UTF-16",
+        rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
 _PrintSchemaOption = Annotated[
-    bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS_PANEL)
+    bool,
+    typer.Option("--print-schema", help="Print the inferred schema as YAML and exit.", rich_help_panel=_COLUMNS_PANEL),
 ]
 
 _SourcesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Files, folders, URLs or patterns: CSV and other text, JSON lines, libsvm, libffm or Criteo TSV, or "
+        help="Files, folders, URLs or patterns of CSV or other text, JSON lines, libsvm, libffm, Criteo TSV or "
         "Parquet.",
     ),
 ]
-_BAD_ROWS_PANEL = "Rows that cannot be parsed"
+_BAD_ROWS_PANEL = "Invalid rows"
 BadRowsOption = Annotated[
-    str, typer.Option(help="error: stop there. skip: leave them out, and count them.", rich_help_panel=_BAD_ROWS_PANEL)
+    str,
+    typer.Option(
+        help="Handling of rows that cannot be parsed. error: stop. skip: omit and count them.",
+        rich_help_panel=_BAD_ROWS_PANEL,
+    ),
 ]
 MaxBadRowsOption = Annotated[
     str | None,
     typer.Option(
-        help="With skip: stop when there are more; a number of rows, or a share such as 0.01 or 1%.",
+        help="With --bad-rows skip, the maximum number of invalid rows, or their share such as 0.01 or 1%.",
         show_default="1%",
         rich_help_panel=_BAD_ROWS_PANEL,
     ),
@@ -140,26 +159,28 @@ _LikeOption = Annotated[
     typer.Option(
         "--like",
         metavar="DATASET|RUN",
-        help="Encode the rows, with labels or without, as an earlier dataset has its own, or that of a run.",
+        help="Encode the rows like those of this dataset, or of the dataset of this run. They may lack labels.",
     ),
 ]
 _HashRowsOption = Annotated[
     list[str] | None,
-    typer.Option(help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"),
+    typer.Option(
+        help="Number of hashed rows per feature: N, or NAME=N for one feature. May be repeated.", show_default="100000"
+    ),
 ]
 _RecipeOnlyOption = Annotated[
     bool,
     typer.Option(
-        "--recipe-only", help="Write no rows: they are made from the sources, by a recipe, each time they are read."
+        "--recipe-only", help="Write no rows, only a recipe by which readers encode the raw files on the fly."
     ),
 ]
 _LIKE_OPTIONS = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows"}
-"""Options that have a meaning beside --like."""
+"""Options that may be combined with --like."""
 
 
 def prepare(
     sources: _SourcesArgument,
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    out: Annotated[Path, typer.Option(help="Folder to create.")],
     like: _LikeOption = None,
     test_fraction: TestFractionOption = None,
     test_files: TestFilesOption = None,
@@ -168,10 +189,12 @@ def prepare(
     valid_files: ValidFilesOption = None,
     valid_after: ValidAfterOption = None,
     split_by: SplitByOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of the splits and of the hashes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of splits and hashes.")] = 0,
     hash_rows: _HashRowsOption = None,
-    vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
-    min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
+    vocabulary: Annotated[
+        bool, typer.Option("--vocabulary", help="Assign rows to frequent values instead of hashing all values.")
+    ] = False,
+    min_count: Annotated[int, typer.Option(help="With --vocabulary, minimum number of occurrences of a value.")] = 10,
     label: LabelOption = None,
     dense: DenseOption = None,
     sparse: SparseOption = None,
@@ -183,9 +206,9 @@ def prepare(
     bad_rows: BadRowsOption = "error",
     max_bad_rows: MaxBadRowsOption = None,
     recipe_only: _RecipeOnlyOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset in the folder.")] = False,
 ) -> None:
-    """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
+    """Convert raw click logs to a dataset for `meseta train`: Parquet files and a dataset.json."""
     if like is not None:
         _check_like_options(locals())
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
@@ -219,12 +242,13 @@ def prepare(
 
 
 def _check_like_options(chosen: Mapping[str, Any]) -> None:
-    """What an earlier dataset has decided is not asked for again; `chosen` are the arguments of `prepare`."""
+    """Raise MesetaError if `chosen`, the arguments of `prepare`, has options that the earlier dataset determines."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(prepare).parameters.items()}
+    # An option with its default value counts as not set.
     names = [name for name, value in chosen.items() if value not in (defaults[name], None, [])]
-    if others := sorted({*names} - _LIKE_OPTIONS):
-        options = ", ".join(f"--{name.removesuffix('_column').replace('_', '-')}" for name in others)
-        raise MesetaError(f"prepare: {options} and --like exclude each other: the rows become what they are there")
+    if excluded := sorted({*names} - _LIKE_OPTIONS):
+        options = ", ".join(f"--{name.removesuffix('_column').replace('_', '-')}" for name in excluded)
+        raise MesetaError(f"prepare: {options} cannot be combined with --like, which determines the encoding; omit one")
 
 
 def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen: dict[str, Any]) -> None:
@@ -239,28 +263,28 @@ def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen
 
 
 def print_unseen(unseen: UnseenValues) -> None:
-    """Print which share of each feature's values training has not seen, the largest first, and warn of some."""
+    """Print the share of values per feature that training did not see, largest first, and warnings."""
     shares = unseen.shares()
     shown = [(name, share) for name, share in shares[:MAX_SHOWN_SHARES] if share]
     if shown:
-        typer.echo("  values that training has not seen, which share row 0, or the row of their hash:")
+        typer.echo("  values not seen in training, which use row 0 or the row of their hash:")
         width = max(len(name) for name, _ in shown)
         for name, share in shown:
             typer.echo(f"    {name:{width}} {share:7.2%}")
         more = sum(share > 0 for _, share in shares[MAX_SHOWN_SHARES:])
-        typer.echo(f"    and {more} other features with less") if more else None
+        typer.echo(f"    and {more} other features with a smaller share") if more else None
     elif shares:
-        typer.echo("  training has seen all values")
+        typer.echo("  all values were seen in training")
     if unseen.uncounted_features:
         names = ", ".join(unseen.uncounted_features[:MAX_SHOWN_SHARES]) + (
             ", ..." if len(unseen.uncounted_features) > MAX_SHOWN_SHARES else ""
         )
-        typer.echo(f"  how many values are new cannot be told of {names}: the earlier dataset did not keep that")
+        typer.echo(f"  unknown share of unseen values for {names}: the earlier dataset has no record of its values")
     warnings = unseen.warnings()
     for line in warnings[:MAX_SHOWN_SHARES]:
         typer.echo(f"warning: {line}", err=True)
     if len(warnings) > MAX_SHOWN_SHARES:
-        typer.echo(f"warning: and {len(warnings) - MAX_SHOWN_SHARES} other features likewise", err=True)
+        typer.echo(f"warning: and {len(warnings) - MAX_SHOWN_SHARES} more features with this problem", err=True)
 
 
 def _print_schema(options: PrepareOptions) -> None:
@@ -271,7 +295,7 @@ def _print_schema(options: PrepareOptions) -> None:
 
 
 def run_prepare(options: PrepareOptions, command: str = "the same command") -> Dataset:
-    """Prepare, and print what the columns are, how to change that with `command`, and what came of it."""
+    """Prepare a dataset. Prints the column types, how to change them with `command`, and a summary."""
     from meseta.data.prepare.run import prepare
 
     start_s = time.perf_counter()
@@ -284,13 +308,11 @@ def run_prepare(options: PrepareOptions, command: str = "the same command") -> D
 
 
 def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
-    """Options of PrepareOptions; of the limit, "100" are rows, and "0.01" or "1%" a share."""
+    """Return options of PrepareOptions. The limit "100" is a number of rows; "0.01" and "1%" are shares."""
     if limit is None:
         return {"bad_rows": policy}
     if policy != "skip":
-        raise MesetaError(
-            "prepare: --max-bad-rows goes with --bad-rows skip; without it the first bad row stops the work"
-        )
+        raise MesetaError("prepare: --max-bad-rows needs --bad-rows skip; otherwise the first invalid row is an error")
     try:
         if limit.endswith("%"):
             return {"bad_rows": policy, "max_bad_rows": float(limit[:-1]) / 100}
@@ -302,22 +324,23 @@ def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
 
 
 def comma_list(text: str) -> list[str]:
-    """Names that are parted by commas."""
+    """Split names that are separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
-    """Options of PrepareOptions that name columns; each entry holds names or patterns, parted by commas."""
+    """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas."""
     names = {
         option: [name for entry in entries for name in comma_list(entry)]
         for option, entries in columns.items()
         if entries
     }
-    return {option: found[0] if option == "label" and len(found) == 1 else found for option, found in names.items()}
+    # A single label is passed as a string.
+    return {option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()}
 
 
 def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """`["50000", "cat_2=1000000"]` to (50000, {"cat_2": 1000000})."""
+    """Parse `["50000", "cat_2=1000000"]` to (50000, {"cat_2": 1000000})."""
     default, by_feature = 100_000, {}
     for entry in entries:
         name, _, number = entry.rpartition("=")
@@ -334,7 +357,7 @@ def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A live line per pass on standard error: share done, rows, rows per second, time left."""
+    """Context manager that shows a progress bar per stage on stderr: share, rows, rows/s and remaining time."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -351,12 +374,13 @@ def progress_bar() -> Iterator[Progress]:
     begun_at: dict[str, int] = {}
 
     def update(stage: str, rows: int, share: float) -> None:
-        # Stages appear as they begin: not every kind of file is scanned.
+        # Add stages when they start, because some file formats need no scan.
         if stage not in tasks:
             bar.start()
             tasks[stage] = bar.add_task(stage, total=1.0, rows=0, rate=0.0)
             begun_at[stage] = rows
         task = bar.tasks[tasks[stage]]
+        # The rate is that of the current stage. `rows` may start above 0.
         rate = (rows - begun_at[stage]) / max(task.elapsed or 0.0, 1e-3)
         bar.update(task.id, completed=share, rows=rows, rate=rate)
 
@@ -370,29 +394,31 @@ def progress_bar() -> Iterator[Progress]:
 def print_layout(
     layout: RawLayout, *, has_schema: bool, is_random_split: bool = False, command: str = "the same command"
 ) -> None:
-    """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
-    rows with times could be tested on later ones, where chance splits them."""
+    """Print the inferred type of each column as a schema file, and how to change it with `command`.
+
+    If the test split is random and the rows have times, also suggests --test-after.
+    """
     from meseta.data.schema.schema import format_schema
 
     if not layout.reasons and not has_schema:
-        return  # Criteo's, which is no guess
-    typer.echo(f"columns, {'as the schema says' if has_schema else 'as inferred'}:")
+        return  # The layout of Criteo files is fixed, not inferred.
+    typer.echo(f"columns, {'from the schema file' if has_schema else 'as inferred'}:")
     typer.echo("".join(f"  {line}\n" for line in format_schema(layout).splitlines()), nl=False)
     if not has_schema:
         typer.echo(
-            "to change that: --label, --dense, --sparse, --ignore or --time with names or patterns; or all of it in a "
-            f"file: {command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
+            "to change column types, use --label, --dense, --sparse, --ignore or --time with names or patterns, or a "
+            f"schema file: {command} with --print-schema > schema.yaml, edit it, then run with --schema schema.yaml"
         )
     if is_random_split and (layout.time is not None or layout.other_times):
         option = "" if layout.time is not None else f"--time {layout.other_times[0]} "
         typer.echo(
-            f"test rows are drawn by chance from all times; {option}--test-after TIME tests on later ones, as those of "
-            "tomorrow will be"
+            f"test rows are drawn at random from all times; {option}--test-after TIME tests on later rows, as in "
+            "production"
         )
 
 
 def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
-    """Rows, splits and features of a dataset that took `elapsed_s` seconds."""
+    """Print the rows, splits and features of a dataset. `elapsed_s` is the time of its preparation."""
     from rich import print as show
 
     from meseta.data.layout import NO_CATEGORY
@@ -402,16 +428,16 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     for name, split in dataset.splits.items():
         shares = ", ".join(f"{label} {rate:.4f}".strip() for label, rate in split.base_rates.items())
         labels = f"{shares} positive" if dataset.has_labels else "without labels"
-        where = f"{len(split.files)} files" if dataset.recipe is None else "made as they are read"
+        where = f"{len(split.files)} files" if dataset.recipe is None else "encoded on the fly"
         show(f"  {name:5} {split.num_rows:>13,} rows, {where}, {labels}")
     num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
     show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
     if dataset.num_unlabelled:
-        typer.echo(f"  {dataset.num_unlabelled:,} rows have none of the labels and were left out")
+        typer.echo(f"  {dataset.num_unlabelled:,} rows have no label and were omitted")
     for name, number in dataset.not_finite.items():
-        typer.echo(f"  {name}: {number:,} values are inf or nan, and count as missing")
+        typer.echo(f"  {name}: {number:,} values are inf or nan and count as missing")
     if dataset.bad_rows and dataset.bad_rows.num_rows:
-        typer.echo(f"  {dataset.bad_rows.num_rows:,} rows could not be parsed and were left out:")
+        typer.echo(f"  {dataset.bad_rows.num_rows:,} rows could not be parsed and were omitted:")
         for place in dataset.bad_rows.first:
             typer.echo(f"    {place}")
         if dataset.bad_rows.num_rows > len(dataset.bad_rows.first):

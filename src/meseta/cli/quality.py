@@ -1,4 +1,4 @@
-"""`meseta quality SUITE.yaml --out DIR`: configs compared on worlds and datasets over seeds, with intervals."""
+"""`meseta quality SUITE --out DIR`: compares configs over worlds, datasets and seeds, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -28,18 +28,25 @@ if TYPE_CHECKING:
     from meseta.train.quality.study import Study, SuiteRound, SuiteRun
 
 SuiteArgument = Annotated[Path, typer.Argument(metavar="SUITE", help="YAML file of the suite, see docs/quality.md.")]
-OutOption = Annotated[Path, typer.Option(help="Folder of the suite; the same command goes on in it.")]
+OutOption = Annotated[
+    Path, typer.Option(help="Folder for the results. The same command resumes an interrupted suite there.")
+]
 WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Trainings at a time, of one thread each.", show_default="the processors")
+    int | None,
+    typer.Option(
+        min=1, help="Number of simultaneous training runs, each with one thread.", show_default="the processors"
+    ),
 ]
 
 PROCESS_NAME = "meseta quality"
-"""Name of the processes."""
+"""Title of the child processes."""
 
 
 def quality(suite: SuiteArgument, out: OutOption, workers: WorkersOption = None) -> None:
-    """Tune each config by the same number of trials, train it on fresh seeds, and say which differences are no chance;
-    started again, keep what is done and go on."""
+    """Tune each config with the same number of trials, train it on new seeds, and compare the results.
+
+    The result says which differences are significant. A restart of the command keeps finished runs.
+    """
     from meseta.machine.locks import FolderLock
     from meseta.machine.processors import num_cores
     from meseta.train.quality.study import Study
@@ -47,6 +54,7 @@ def quality(suite: SuiteArgument, out: OutOption, workers: WorkersOption = None)
 
     study = Study(load_suite(suite), suite.stem, out)
     study.open()
+    # Two commands must not write to the same folder.
     lock = FolderLock(out)
     lock.acquire()
     try:
@@ -58,13 +66,13 @@ def quality(suite: SuiteArgument, out: OutOption, workers: WorkersOption = None)
     _print_result(outcome, out)
     if work.problems:
         raise MesetaError(
-            f"quality: {len(work.problems)} of the trainings have failed, the first: {work.problems[0]}; the same "
-            "command tries them again"
+            f"quality: {len(work.problems)} training runs failed, the first: {work.problems[0]}; the same command "
+            "retries them"
         )
 
 
 class _SuiteRunner:
-    """What is left to do, done."""
+    """Executes the pending runs of a suite."""
 
     def __init__(self, study: Study, num_workers: int) -> None:
         self.problems: list[str] = []
@@ -77,7 +85,7 @@ class _SuiteRunner:
         self._has_checked = False
 
     def run(self) -> None:
-        """Every round: its rows, where they have to be made, and its trainings."""
+        """Execute all rounds. Rows are created only for rounds with pending runs."""
         for one in self._study.rounds():
             missing = one.pending_runs()
             self._num_done += len(one.runs) - len(missing)
@@ -88,18 +96,18 @@ class _SuiteRunner:
             one.delete_rows_and_weights()
 
     def _check_all(self) -> None:
-        """Before the first training: whether each config fits all that it is to be trained on."""
+        """Check before the first training run that each config fits all datasets it is trained on."""
         if self._has_checked:
             return
         self._has_checked = True
         self._run_job(
-            "configs tried on the columns of the data",
+            "configs checked with the columns of the data",
             self._study.out / "check.log",
             partial(_check_configs, self._study),
         )
 
     def _make_rows(self, one: SuiteRound) -> None:
-        """Of a world, with the copy of what its truth reaches."""
+        """Create the rows of a world if needed, and save its best reachable metrics."""
         if one.world is None:
             return
         if one.needs_rows:
@@ -110,7 +118,7 @@ class _SuiteRunner:
         self._study.save_best_reachable(one)
 
     def _run_job(self, name: str, log: Path, work: Callable[[], object]) -> None:
-        """What all else needs, in a process of its own. Raises MesetaError where it fails."""
+        """Run `work` in a child process. Raises MesetaError if it fails, because all later runs need it."""
         log.unlink(missing_ok=True)
         for done in run_jobs([CommandJob(name, log, [function_step(work, PROCESS_NAME)])], 1, self._signals):
             self._exit_if_interrupted()
@@ -121,7 +129,7 @@ class _SuiteRunner:
         self._exit_if_interrupted()
 
     def _train(self, runs: Sequence[SuiteRun]) -> None:
-        """Several at a time, telling each."""
+        """Train several runs at a time, and report each one when it ends."""
         by_title = {run.title: run for run in runs}
         jobs = [CommandJob(title, run.log, _steps(run)) for title, run in by_title.items()]
         for done in run_jobs(jobs, self._num_workers, self._signals):
@@ -136,28 +144,29 @@ class _SuiteRunner:
         self._num_timed += 1
         self._total_job_s += done.seconds
         if done.exit_code or not run.is_done():
-            told = f"failed with exit code {done.exit_code}: {last_output_line(run.log)}"
-            self.problems.append(f"{run.title}: {told}")
+            text = f"failed with exit code {done.exit_code}: {last_output_line(run.log)}"
+            self.problems.append(f"{run.title}: {text}")
         else:
             if not run.reads_test:
                 run.delete_checkpoints()
-            told = _metrics_text(run, self._study.suite.choose_by)
+            text = _metrics_text(run, self._study.suite.choose_by)
+        # Estimate the remaining time from the mean duration of a job and the number of simultaneous jobs.
         left_s = (self._num_runs - self._num_done) * self._total_job_s / self._num_timed / self._num_workers
         left = f", about {format_duration(left_s)} left" if self._num_done < self._num_runs else ""
         print(
-            f"[{self._num_done}/{self._num_runs}] {run.title}: {told} ({format_duration(done.seconds)}{left})",
+            f"[{self._num_done}/{self._num_runs}] {run.title}: {text} ({format_duration(done.seconds)}{left})",
             flush=True,
         )
 
     def _exit_if_interrupted(self) -> None:
         if self._signals.first_signal is not None:
-            print(f"interrupted at {self._num_done} of {self._num_runs} trainings; the same command goes on from there",
+            print(f"interrupted at {self._num_done} of {self._num_runs} runs; the same command resumes from there",
                   file=sys.stderr)  # fmt: skip
             raise typer.Exit(128 + self._signals.first_signal)
 
 
 def _steps(run: SuiteRun) -> list[StartProcess]:
-    """Train, where that is not done, without a look at test; then, of the settings chosen, one look."""
+    """Return the pending steps of a run: training without the test split, then one evaluation on it if selected."""
     from meseta.train.quality.scoring import score_run
 
     train = command_step(["train", str(run.config), *run.overrides, "--no-test"], PROCESS_NAME)
@@ -166,8 +175,8 @@ def _steps(run: SuiteRun) -> list[StartProcess]:
 
 
 def _check_configs(study: Study) -> None:
-    """In a process of its own: the first training of each config, on the columns of each dataset, and of some rows of a
-    world, since the worlds have the same."""
+    """Check the first run of each config with the columns of each dataset and world. Runs in a child process."""
+    # All worlds have the same columns, so the rows of the first one are enough.
     from meseta.train.quality.compatibility import PROBE_ROWS, check_configs_fit
     from meseta.train.quality.worlds import ROWS_FOLDER, make_world
 
@@ -184,7 +193,7 @@ def _check_configs(study: Study) -> None:
 
 
 def _metrics_text(run: SuiteRun, choose_by: str) -> str:
-    """What a run has come to, in words."""
+    """Format the metrics of a finished run."""
     from meseta.report.quality.suite_result import COMPARED_METRICS
     from meseta.telemetry.formatting import format_decimal
     from meseta.train.sweep.sweep import TrialResult
@@ -199,7 +208,7 @@ def _metrics_text(run: SuiteRun, choose_by: str) -> str:
 
 
 def _write_result(study: Study, problems: Sequence[str]) -> SuiteResult:
-    """All that is known now, written as tables, a page and JSON."""
+    """Write the results so far as tables, an HTML page and JSON."""
     from meseta.report.quality.page import write_suite_result
     from meseta.train.quality.suite_result import build_suite_result
 

@@ -1,4 +1,4 @@
-"""`meseta readers`: processes that decode rows for trainers, and the one that tells these whom to ask."""
+"""`meseta readers`: commands of the reader service, with readers that decode rows and a dispatcher."""
 
 from __future__ import annotations
 
@@ -20,62 +20,67 @@ from meseta.machine.processes import exit_immediately
 if TYPE_CHECKING:
     from meseta.data.read.served.credentials import CommandToken
 
-app = typer.Typer(help="Read data in processes of their own, for trainers that ask for rows.", no_args_is_help=True)
+app = typer.Typer(help="Run readers, processes that decode rows for trainers.", no_args_is_help=True)
 
 ListenOption = Annotated[
     str,
-    typer.Option(help="HOST:PORT of this machine; port 0: any that is free. With keys others may reach it."),
+    typer.Option(help="HOST:PORT to listen on. Port 0 picks a free port. Other hosts can connect only with --keys."),
 ]
 AdvertiseOption = Annotated[
     str | None,
-    typer.Option(metavar="HOST", help="How others call this machine; default: as --listen does, or by its name."),
+    typer.Option(
+        metavar="HOST", help="Address by which others reach this machine. Default: that of --listen, or the host name."
+    ),
 ]
 KeysOption = Annotated[
     Path | None,
     typer.Option(
-        "--keys", metavar="DIR", help="Folder of `meseta readers keys`, by which all that travels is encrypted."
+        "--keys",
+        metavar="DIR",
+        help="Folder of `meseta readers keys`. With it, connections are encrypted. Default: none.",
     ),
 ]
 TokenStdinOption = Annotated[
     bool,
     typer.Option(
-        "--token-stdin", help="Read the token of the service from the first line of standard input, and store none."
+        "--token-stdin", help="Read the token of the service from the first line of stdin, and do not store it."
     ),
 ]
-UntilStdinEndsOption = Annotated[bool, typer.Option("--until-stdin-ends", help="End when standard input does.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the URL as one line of JSON, for programs.")]
+UntilStdinEndsOption = Annotated[bool, typer.Option("--until-stdin-ends", help="Exit when stdin is closed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only the URL, as one line of JSON.")]
 
 
 @app.callback()
 def _readers() -> None:
-    """Read data in processes of their own, for trainers that ask for rows."""
+    """Run readers, processes that decode rows for trainers."""
 
 
 @app.command()
 def dispatch(
-    data: Annotated[
-        list[str], typer.Option(help="Folder of a dataset, or NAME=FOLDER; once for each that may be asked for.")
-    ],
+    data: Annotated[list[str], typer.Option(help="Dataset to serve, as FOLDER or NAME=FOLDER. May be repeated.")],
     listen: ListenOption = "127.0.0.1:7077",
     advertise: AdvertiseOption = None,
     keys: KeysOption = None,
-    min_readers: Annotated[int, typer.Option("--min", help="Readers that there should be at least.")] = 1,
+    min_readers: Annotated[int, typer.Option("--min", help="Minimum number of readers.")] = 1,
     max_readers: Annotated[
         int | None,
         typer.Option(
             "--max",
-            help="Readers that there should be at most: so many are wanted, told by `meseta readers status`, as keep "
-            "training from waiting; else with --start-local as many as there are cores.",
+            help="Maximum number of readers. Turns the autoscaler on. Default: no autoscaler, or with "
+            "--start-local the number of cores.",
         ),
     ] = None,
     start_local: Annotated[
-        bool, typer.Option("--start-local", help="Start the readers that are wanted here, and end them.")
+        bool, typer.Option("--start-local", help="Start and stop readers on this machine to reach the target number.")
     ] = False,
     token_stdin: TokenStdinOption = False,
     until_stdin_ends: UntilStdinEndsOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell trainers what there is to read, which reader has which window, and how many readers there should be."""
+    """Run the dispatcher, which assigns windows to readers.
+
+    With --max or --start-local, an autoscaler computes the target number of readers, shown by `meseta readers status`.
+    """
     from meseta.machine.processors import num_cores
     from meseta.readers.autoscaler import ReaderAutoscaler
     from meseta.readers.autoscaling import run_autoscaler
@@ -89,7 +94,7 @@ def dispatch(
     for text in data:
         name, folder = _parse_dataset(text)
         if name in folders:
-            raise MesetaError(f"--data names {name!r} twice; give one of them another name, as in NAME=FOLDER")
+            raise MesetaError(f"--data has the name {name!r} twice; rename one of them with NAME=FOLDER")
         folders[name] = folder
     if max_readers is None and start_local:
         max_readers = max(num_cores(), min_readers)
@@ -101,7 +106,7 @@ def dispatch(
         names = ", ".join(folders)
         way = f"meseta readers work --dispatcher {server.url}" + f" --keys {keys}" * (keys is not None)
         _print_url(server.url, f"dispatcher at {server.url}, with {names}; readers: {way}", as_json)
-        if scale is not None:  # the thread that this starts may print, and the URL is the first line
+        if scale is not None:  # Start the autoscaler after printing, because the URL must be the first line.
             local = LocalReaders(server.url, server.credentials) if start_local else None
             stack.enter_context(run_autoscaler(scale, leases, local))
         _wait_for_end(until_stdin_ends)
@@ -114,17 +119,18 @@ def work(
     listen: ListenOption = "127.0.0.1:0",
     advertise: AdvertiseOption = None,
     keys: KeysOption = None,
-    buffer_mb: Annotated[int, typer.Option(min=1, help="Decoded windows that it holds, in MB.")] = 512,
+    buffer_mb: Annotated[int, typer.Option(min=1, help="Memory for decoded windows, in MB.")] = 512,
     token_stdin: TokenStdinOption = False,
     until_stdin_ends: UntilStdinEndsOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decode rows for trainers, which the dispatcher sends here; leave at SIGTERM, when what was asked for is given."""
+    """Run a reader, which decodes rows for trainers. After SIGTERM it sends the requested rows, then exits."""
     from meseta.data.read.served.credentials import credentials_for
     from meseta.data.read.served.dispatcher_client import DispatcherClient
     from meseta.readers.endpoint_server import Endpoint, run_server
     from meseta.readers.window_reader import ReadServer, WindowReader, disable_allocator_caching
 
+    # Must be called before threads are started.
     disable_allocator_caching()
     token = _read_token(keys) if token_stdin else None if keys else credentials_for(dispatcher)
     endpoint = Endpoint.from_options(listen, advertise, keys, token)
@@ -134,7 +140,7 @@ def work(
         if server.wait_for_dispatcher(3.0):
             _print_url(server.url, f"reader at {server.url}, for the dispatcher at {dispatcher}", as_json)
         if _wait_for_end(until_stdin_ends, signal.SIGTERM):
-            if until_stdin_ends:  # nobody is left to be given anything when that ends
+            if until_stdin_ends:  # The process that started this one may end while the reader drains.
                 threading.Thread(target=_exit_with_stdin, name="meseta-stdin", daemon=True).start()
             server.drain()
         exit_immediately(0)
@@ -144,67 +150,69 @@ def work(
 def status(
     dispatcher: Annotated[str, typer.Argument(help="URL of the dispatcher.")],
     keys: KeysOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="For a file that Prometheus reads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print metrics in the text format of Prometheus.")
+    ] = False,
 ) -> None:
-    """Readers that are there, what they hold and have decoded and how fast, windows that were decoded again or went to
-    another one, and who waits for rows."""
+    """Show readers with their buffers and speeds, windows that were decoded again or reassigned, and waiting ranks."""
     from meseta.data.read.served.reader import ReaderServiceAddress
     from meseta.readers.status_text import prometheus_text, status_lines
 
-    found = ReaderServiceAddress(url=dispatcher, keys=keys).dispatcher().status()
+    service_status = ReaderServiceAddress(url=dispatcher, keys=keys).dispatcher().status()
     if as_json:
-        print(found.model_dump_json())
+        print(service_status.model_dump_json())
     elif prometheus:
-        print(prometheus_text(found), end="")
+        print(prometheus_text(service_status), end="")
     else:
-        print("\n".join(status_lines(found)))
+        print("\n".join(status_lines(service_status)))
 
 
 @app.command()
 def keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is not there yet.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create. It must not exist.")],
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name or address of a host with a dispatcher or a reader; *.NAME.DOMAIN: all below it. "
-            "Default: this machine, as localhost, 127.0.0.1 and by its name."
+            help="Name or address of a host with a dispatcher or reader. *.NAME.DOMAIN covers all hosts below it. "
+            "May be repeated. Default: localhost, 127.0.0.1 and the name of this machine."
         ),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=36_500, help="For which they are valid.")] = 730,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="Validity of the keys in days.")] = 730,
 ) -> None:
-    """Make what dispatchers, readers and trainers know each other by, so that they may be on several hosts.
+    """Create keys with which dispatchers, readers and trainers on several hosts authenticate each other.
 
-    Copy the whole folder to hosts of dispatchers and readers (`scp -pr`, which keeps its files from others), for --keys
-    DIR; and all of it but key.pem to those of trainers, for data.service.keys=DIR. key.pem, client.pem and token are
-    secrets, and no command reads one that others may read.
+    Copy the folder to hosts of dispatchers and readers with `scp -pr`, which keeps file permissions, and use --keys
+    DIR. Copy all files except key.pem to hosts of trainers, and set data.service.keys=DIR. The files key.pem,
+    client.pem and token are secret. Commands reject them if other users can read them.
     """
     from meseta.readers.key_folder import local_hosts, make_keys
 
     hosts = host or local_hosts()
     make_keys(folder, hosts, days)
-    print(f"keys in {folder}, for {', '.join(hosts)}: for dispatchers and readers; trainers get all but key.pem")
+    print(f"keys in {folder}, for {', '.join(hosts)}: for dispatchers and readers; omit key.pem for trainers")
 
 
 def _print_url(url: str, text: str, as_json: bool) -> None:
-    """Print `text`, or for programs the URL alone."""
+    """Print `text`, or only the URL as JSON."""
     print(json.dumps({"url": url}) if as_json else text, flush=True)
 
 
 def _parse_dataset(text: str) -> tuple[str, Path]:
     name, sign, folder = text.partition("=")
-    path = Path(folder if sign else text).resolve()  # readers of this machine stand elsewhere
+    path = Path(folder if sign else text).resolve()  # Local readers have another working directory.
     return (name if sign else path.name), path
 
 
 def _read_token(keys: Path | None) -> CommandToken:
-    """Raises MesetaError if there is none, or if there are keys too."""
+    """Read the token of the service from stdin. Raises MesetaError if it is missing or `keys` is set."""
     from meseta.data.read.served.credentials import CommandToken, parse_token
 
     if keys is not None:
-        raise MesetaError("readers: --token-stdin and --keys: a service has one of them; leave one out")
+        raise MesetaError("readers: --token-stdin and --keys cannot be combined; omit one of them")
     line = b""
-    while not line.endswith(b"\n") and len(line) < 2048 and (byte := os.read(0, 1)):  # what follows stays unread
+    # Read single bytes, so that the input after the first line remains unread.
+    while not line.endswith(b"\n") and len(line) < 2048 and (byte := os.read(0, 1)):
         line += byte
     return CommandToken(parse_token(line, "readers: the first line of standard input", "write a token there"))
 
@@ -216,20 +224,22 @@ def _exit_with_stdin() -> None:
 
 
 def _wait_for_end(until_stdin_ends: bool, ending: signal.Signals | None = None) -> bool:
-    """Until whoever started this has ended, or until the first signal `ending`; returns whether it was that."""
-    heard, tell = os.pipe()
+    """Wait until stdin is closed or the signal `ending` arrives. Returns whether it was the signal."""
+    # The signal handler wakes up `select` by a byte in this pipe.
+    read_fd, write_fd = os.pipe()
     if ending is not None:
 
-        def hear(number: int, frame: FrameType | None) -> None:
-            signal.signal(number, signal.SIG_DFL)  # the next one ends this process at once
-            os.write(tell, b".")
+        def handle_signal(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_DFL)  # The next one ends this process immediately.
+            os.write(write_fd, b".")
 
-        signal.signal(ending, hear)
+        signal.signal(ending, handle_signal)
     if until_stdin_ends:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all; who started this ends it in its own time
+        # A terminal sends SIGINT to all processes. The process that started this one decides when this one ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        ready, _, _ = select.select([heard, 0] if until_stdin_ends else [heard], [], [])
-        if heard in ready:
+        ready, _, _ = select.select([read_fd, 0] if until_stdin_ends else [read_fd], [], [])
+        if read_fd in ready:
             return True
         if not os.read(0, 1024):
             return False

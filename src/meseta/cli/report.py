@@ -1,4 +1,4 @@
-"""`meseta report RUN...`: one offline HTML page about a run, or about several side by side."""
+"""`meseta report RUN...`: one offline HTML page about a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from meseta.report.comparison import Comparison
 
 MAX_CHANGES = 6
-"""Differences of one run that the terminal shows; the page has them all."""
+"""Maximum number of differences per run to print. The page lists all of them."""
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of training runs, finished or not.")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of training runs, finished or not.")],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write; else RUN/report.html, or comparison.html for several.")
+        Path | None,
+        typer.Option(help="HTML file to write. Default: RUN/report.html, or comparison.html for several runs."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON; the page only where --out names it.")
+        bool, typer.Option("--json", help="Print the report as JSON. A page is written only with --out.")
     ] = False,
 ) -> None:
-    """Write a page about a run and print its path; lay several runs side by side, on a page and in short here."""
+    """Write a page about a run and print its path, or compare several runs on a page and in the terminal."""
     if len(run_dirs) == 1 and not as_json:
         from meseta.report import write_report
 
@@ -45,7 +46,7 @@ def report(
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    """The main metrics with their differences to the first run, and what else differs."""
+    """Print the main metrics with their differences from the first run, and differences of config, data and plan."""
     from rich.console import Console
     from rich.table import Table
 
@@ -53,9 +54,10 @@ def _print_comparison(comparison: Comparison) -> None:
     from meseta.report.differences import group_differences
     from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, format_difference, format_si
 
+    # Names in the output may contain brackets, which are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file or a pipe has no edge to break lines at
+        console.width = 10_000  # Do not wrap lines in a file or a pipe.
     first, metrics = comparison.runs[0], [m for m in comparison.metrics if m.is_main]
     table = Table(box=None, pad_edge=False)
     for name in ("run", "steps", "ranks", "samples/s", *(m.name for m in metrics)):
@@ -74,6 +76,7 @@ def _print_comparison(comparison: Comparison) -> None:
                 if difference is None or run is first
                 else f"{shown} {format_difference(difference, metric.decimals)}"
             )
+        # An ellipsis marks a run that has not finished.
         steps = format_count(run.headline.num_steps) + ("" if run.headline.is_done else "…")
         table.add_row(run.label, steps, format_count(run.headline.num_ranks), speed, *cells)
     console.print(table)

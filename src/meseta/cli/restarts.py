@@ -1,4 +1,4 @@
-"""`--restarts N --min-nproc M`: a training that loses a rank goes on from its last checkpoint by itself."""
+"""`--restarts N --min-nproc M`: restarts of a training run that has lost a rank, from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,56 +18,61 @@ FORCE = "--force"
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often a run may be started again, and on how few ranks."""
+    """Maximum number of restarts of a run, and the minimum number of ranks."""
 
     max_restarts: int
     min_ranks: int
 
     @staticmethod
     def from_options(most: int, least_ranks: int | None, num_ranks: int, settings: RunConfig) -> RestartPolicy:
-        """As the command line says it of a run on `num_ranks`; `least_ranks` None: no fewer. Raises MesetaError where
-        the run could not be taken up, or not on so few ranks."""
+        """Create a policy from the options of a command on `num_ranks` ranks.
+
+        If `least_ranks` is `None`, restarts use `num_ranks` ranks. Raises MesetaError if the run cannot be resumed, or
+        not on so few ranks.
+        """
         if most < 0:
             raise MesetaError(f"--restarts must be 0 or more, got {most}")
         if least_ranks is not None and not 1 <= least_ranks <= num_ranks:
             raise MesetaError(f"--min-nproc must be in 1..{num_ranks}, the ranks of --nproc, got {least_ranks}")
         if least_ranks is not None and not most:
-            raise MesetaError(f"--min-nproc {least_ranks} is for a run that is started again; give --restarts too")
+            raise MesetaError(f"--min-nproc {least_ranks} needs --restarts; set both")
         if most and settings.checkpoint.resume == "never":
-            raise MesetaError("--restarts: checkpoint.resume is 'never', so that no run is taken up; set it to auto")
+            raise MesetaError("--restarts: checkpoint.resume is 'never', so no run can be resumed; set it to auto")
         restarts = RestartPolicy(most, num_ranks if least_ranks is None else least_ranks)
         for fewer in range(restarts.min_ranks, num_ranks):
             if refused := _refusal_reason(settings, fewer):
                 raise MesetaError(
-                    f"--min-nproc {restarts.min_ranks}: {refused}, so that the run cannot go on on {fewer} "
-                    f"rank{'s' * (fewer > 1)}; set --min-nproc {num_ranks}, or let the file leave that open"
+                    f"--min-nproc {restarts.min_ranks}: {refused}, so the run cannot resume on {fewer} "
+                    f"rank{'s' * (fewer > 1)}; set --min-nproc {num_ranks}, or use a file without a number of ranks"
                 )
         return restarts
 
     def next_ranks(self, num_ranks: int, ended: LaunchResult) -> int:
-        """On how many ranks a run goes on: those that were killed are gone. Where all were, or none, it may be that
-        none is."""
+        """Return the number of ranks for the next attempt: those that remain, but at least `min_ranks`.
+
+        If all ranks or none were killed, possibly none of them is unavailable. The number of ranks is then unchanged.
+        """
         num_left = num_ranks - len(ended.killed_ranks)
         return max(num_left, self.min_ranks) if num_left else num_ranks
 
 
 def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: RestartPolicy, settings: RunConfig) -> int:
-    """Run `meseta ARGUMENTS` on ranks of this machine, again each time that ranks are lost; returns the exit code of
-    the last time.
+    """Run `meseta ARGUMENTS` on ranks of this machine, and restart it when ranks are lost.
 
-    A rank is lost where a signal kills it, where its connection to the others breaks off, and where it does not run any
-    more or does not come to what the others wait for. What a rank says itself, as a wrong input or a loss that is not
-    finite, would come again: it ends the run, and so does SIGTERM or Ctrl-C.
+    A rank is lost if a signal kills it, if its connection to the other ranks fails, or if it stops or keeps the others
+    waiting. Errors that a rank reports itself, such as invalid input or a non-finite loss, would occur again and end
+    the run. SIGTERM and Ctrl-C also end it. Returns the exit code of the last attempt.
     """
     signals = StopSignals()
     signals.install()
-    # With --force a run begins anew, once: what was there before is none of its checkpoints.
+    # --force deletes an existing run, but only in the first attempt. Checkpoints from before are not those of this run.
     former = set(_checkpoint_steps(settings)) if FORCE in arguments else set()
     for number in range(1, restarts.max_restarts + 1):
         ended = run_attempt(arguments, num_ranks, signals, settings.comm.time_limits, settings.run_dir)
         if not ended.loss_reason or signals.first_signal is not None:
             return ended.report_failure()
         num_ranks, place = restarts.next_ranks(num_ranks, ended), "the first step"
+        # Without a new checkpoint, the next attempt keeps --force and starts from the first step.
         if steps := [step for known, step in _checkpoint_steps(settings).items() if known not in former]:
             place, arguments = f"step {max(steps)}", [word for word in arguments if word != FORCE]
         print(f"note: {ended.loss_reason}; restart {number} of {restarts.max_restarts}, on {num_ranks} "
@@ -78,7 +83,10 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
 
 
 def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
-    """Steps of the checkpoints of a run, each by what tells it from a former one of the same step."""
+    """Return the steps of the checkpoints of a run.
+
+    The key (manifest path, modification time) distinguishes a checkpoint from an older one of the same step.
+    """
     from meseta.checkpoint.manifest import MANIFEST_PATH
     from meseta.checkpoint.store.names import parse_step
     from meseta.checkpoint.store.store import list_candidates
@@ -89,7 +97,7 @@ def _checkpoint_steps(settings: RunConfig) -> dict[tuple[str, float], int]:
 
 
 def _refusal_reason(settings: RunConfig, num_ranks: int) -> str | None:
-    """What of the files of a run keeps it from `num_ranks` ranks; None where nothing does."""
+    """Return why the files of a run do not allow `num_ranks` ranks, or `None` if they do."""
     from meseta.spec.constraints import Constraints
     from meseta.spec.documents import load_document
     from meseta.spec.plan_document import rank_mismatch_reason
@@ -105,7 +113,7 @@ def _refusal_reason(settings: RunConfig, num_ranks: int) -> str | None:
 
         num_devices = Topology.load(planner.topology).num_ranks
         if num_devices != num_ranks:
-            return f"topology file {str(planner.topology)!r} is of {num_devices} devices"
+            return f"topology file {str(planner.topology)!r} has {num_devices} devices"
     if plan == "auto" and planner.constraints is not None:
         rules = Constraints.load(planner.constraints).tables.values()
         if named := sorted({rank for rule in rules for rank in rule.ranks or () if rank >= num_ranks}):

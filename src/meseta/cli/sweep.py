@@ -1,4 +1,4 @@
-"""`meseta sweep CONFIG key=[a,b] ... --out DIR`: several trainings over a grid or by chance, ranked."""
+"""`meseta sweep CONFIG key=[a,b] ... --out DIR`: grid search or random search over settings, with a ranking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SweepMetric(enum.StrEnum):
-    """Figures that trials can be ranked by."""
+    """Metrics by which trials can be ranked."""
 
     NE = "ne"
     AUC = "auc"
@@ -28,27 +28,30 @@ class SweepMetric(enum.StrEnum):
 
 
 def sweep(
-    config: Annotated[Path, typer.Argument(help="YAML config that all trials share.")],
+    config: Annotated[Path, typer.Argument(help="YAML config of all trials.")],
     settings: Annotated[
         list[str],
         typer.Argument(
             metavar="KEY=VALUES...",
-            help="What is searched: 'key=[a,b,c]', with --random also 'key=loguniform(1e-4,1e-1)', uniform(a,b) and "
-            "randint(a,b); any other key=value holds for all trials.",
+            help="Search space: 'key=[a,b,c]', with --random also 'key=loguniform(1e-4,1e-1)', uniform(a,b) and "
+            "randint(a,b). Any other key=value applies to all trials.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the sweep; each trial is a run in it.")],
+    out: Annotated[Path, typer.Option(help="Folder of the sweep. Each trial is a run in it.")],
     random_search: Annotated[
-        bool, typer.Option("--random", help="Draw trials by chance; else try every combination.")
+        bool, typer.Option("--random", help="Draw trials at random. Default: all combinations.")
     ] = (False),
-    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials drawn by --random.")] = None,
-    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of random trials. Required with --random.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of --random.")] = 0,
     metric: Annotated[
-        SweepMetric, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
+        SweepMetric, typer.Option(help="Metric by which trials are ranked, on the split valid, or on test without it.")
     ] = SweepMetric.NE,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of ranks of each trial.")] = 1,
 ) -> None:
-    """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
+    """Train once per combination of settings and rank the runs.
+
+    If the command is started again, it keeps finished trials and continues.
+    """
     from meseta.telemetry.splits import selection_on_test_warning
     from meseta.train.sweep.sweep import (
         TrialResult,
@@ -62,7 +65,7 @@ def sweep(
     )
 
     if random_search != (trials is not None):
-        raise MesetaError("sweep: --random and --trials N go together; a grid tries every combination once")
+        raise MesetaError("sweep: --random and --trials N need each other; a grid runs each combination once")
     space, fixed = parse_space(settings)
     chosen = grid_settings(space) if trials is None else random_settings(space, trials, seed)
     plan = open_sweep(out, config, fixed, chosen, allow_growth=random_search)
@@ -71,9 +74,10 @@ def sweep(
     results = [TrialResult(trial, trial.summary(), "not run yet") for trial in plan.trials]
     for index, trial in enumerate(plan.trials):
         results[index] = _finish_trial(plan, trial, nproc, signals, metric.value)
+        # An interrupted sweep keeps the results so far.
         write_tables(plan, rank_trials(results, metric.value))
         if signals.first_signal is not None:
-            print(f"interrupted in trial {index + 1}; the same command goes on from there", file=sys.stderr)
+            print(f"interrupted in trial {index + 1}; the same command resumes from there", file=sys.stderr)
             raise typer.Exit(128 + signals.first_signal)
     ranked = rank_trials(results, metric.value)
     ranked[0] = _evaluate_best(plan, ranked[0], nproc, signals)
@@ -84,18 +88,19 @@ def sweep(
         print(f"note: {note}")
     print(f"tables: {plan.out / 'sweep.csv'}, {plan.out / 'sweep.md'}")
     if page is None:
-        raise MesetaError(f"sweep: no trial was finished; their logs are in {str(out)!r}")
+        raise MesetaError(f"sweep: no trial has finished; see their logs in {str(out)!r}")
     print(f"report: {page}")
 
 
 def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> TrialResult:
-    """Run a trial that is not finished, and say in one line how it went."""
+    """Run a trial if it is not finished, and print its result as one line."""
     from meseta.train.sweep.sweep import TrialResult, format_cell, metric_column
 
     head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
     summary, problem, kept = trial.summary(), "", "  (kept)"
     if summary is None:
         kept = ""
+        # The test split must not influence the ranking. Only the best trial is evaluated on it.
         code = _run_training([*_train_command(plan, trial, nproc), "--no-test"], plan.log(trial), signals)
         summary = trial.summary()
         if signals.first_signal is not None:
@@ -110,7 +115,8 @@ def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, m
 
 
 def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSignals) -> TrialResult:
-    """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
+    """Evaluate the best trial on the test split, unless that was done, and return its result."""
+    # If the trials were ranked on the validation split, none of them has read the test split before.
     from meseta.telemetry.splits import TEST
     from meseta.train.sweep.sweep import TrialResult
 
@@ -118,7 +124,7 @@ def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSi
         return result
     code = _run_training(_train_command(plan, result.trial, nproc), plan.log(result.trial), signals)
     if signals.first_signal is not None:
-        print("interrupted at the test split of the best trial; the same command goes on from there", file=sys.stderr)
+        print("interrupted at the test split of the best trial; the same command resumes from there", file=sys.stderr)
         raise typer.Exit(128 + signals.first_signal)
     summary = result.trial.summary()
     if summary is None or TEST not in summary.evaluated_splits:
@@ -134,21 +140,22 @@ def _train_command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
 
 
 def _run_training(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
-    """A training in a process of its own; its exit code."""
+    """Run a training command in a child process and return its exit code."""
     job = CommandJob("meseta trial", log, [command_step(arguments, "meseta trial")])
     return next((done.exit_code for done in run_jobs([job], 1, signals)), 1)
 
 
 def _print_ranking(ranked: Sequence[TrialResult]) -> None:
-    """The ranked table."""
+    """Print the ranking as a table."""
     from rich.console import Console
     from rich.table import Table
 
     from meseta.train.sweep.sweep import PROBLEM, format_cell, table_rows
 
+    # Names in the output may contain brackets, which are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file or a pipe has no edge to break lines at
+        console.width = 10_000  # Do not wrap lines in a file or a pipe.
     cells = table_rows(ranked)
     columns = [column for column in cells[0] if column != PROBLEM or any(row[PROBLEM] for row in cells)]
     table = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""`meseta topology detect`: hosts, devices and memories of this machine, as the planner takes them."""
+"""`meseta topology detect`: describes hosts, devices and memories of this machine for the planner."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from meseta.machine.ranks import is_first_rank
 if TYPE_CHECKING:
     from meseta.measure.topology import DetectedTopology
 
-app = typer.Typer(help="Machines that plans are made for.", no_args_is_help=True)
+app = typer.Typer(help="Describe hosts and devices for the planner.", no_args_is_help=True)
 
 
 @app.callback()
 def _topology() -> None:
-    """Machines that plans are made for."""
+    """Describe hosts and devices for the planner."""
 
 
 @app.command()
 def detect(
-    out: Annotated[Path | None, typer.Option(help="YAML file to write; else it is printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="YAML file to write. Default: standard output.")] = None,
     devices_per_host: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a host; else all GPUs, or one for each core.")
+        int | None, typer.Option(min=1, help="Number of ranks per host. Default: number of GPUs, or of cores.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, a100, h100, h200 or b200; else what is found.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device type: cpu, a100, h100, h200 or b200. Default: detected.")
+    ] = None,
     cost_model: Annotated[
-        Path | None, typer.Option(help="What `meseta calibrate` wrote, for the links that it measured.")
+        Path | None,
+        typer.Option(help="YAML file of `meseta calibrate`, for measured link speeds. Default: documented speeds."),
     ] = None,
-    disk: Annotated[Path, typer.Option(help="Folder on the disk that tables may fill.")] = Path(),
+    disk: Annotated[Path, typer.Option(help="Folder on the disk that tables may use.")] = Path(),
 ) -> None:
-    """Look at this machine and write a topology; under torchrun, of all hosts, which are taken as equal."""
+    """Detect the topology of this machine. Under torchrun, describes all hosts and assumes that they are identical."""
     from meseta.errors import check_choice
     from meseta.machine.files import write_atomic
     from meseta.measure.topology import detect_topology as look
@@ -44,22 +47,22 @@ def detect(
     kind: Any = device
     model = None if cost_model is None else CostModel.load(cost_model)
     gpus = None if device == "cpu" else find_gpus()
-    found = look(num_devices=devices_per_host, device=kind, folder=disk, cost_model=model, gpus=gpus)
+    detected = look(num_devices=devices_per_host, device=kind, folder=disk, cost_model=model, gpus=gpus)
     if not is_first_rank():
         return
-    text = _topology_yaml(found)
+    text = _topology_yaml(detected)
     if out is None:
         typer.echo(text, nl=False)
         return
     write_atomic(out, text)
-    for note in found.notes:
+    for note in detected.notes:
         typer.echo(note)
     typer.echo(f"wrote {out}")
 
 
-def _topology_yaml(found: DetectedTopology) -> str:
-    """YAML, with the notes as comments."""
+def _topology_yaml(detected: DetectedTopology) -> str:
+    """Format the topology as YAML, with the notes as comments."""
     import yaml
 
-    comments = "".join(f"# {note}\n" for note in found.notes)
-    return comments + yaml.safe_dump(found.topology.to_dict(), sort_keys=False)
+    comments = "".join(f"# {note}\n" for note in detected.notes)
+    return comments + yaml.safe_dump(detected.topology.to_dict(), sort_keys=False)

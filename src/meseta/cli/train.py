@@ -1,4 +1,4 @@
-"""`meseta train [CONFIG.yaml] [--data FILE] [key=value ...] [--nproc N]`: a run, or the rest of one."""
+"""`meseta train [CONFIG] [--data FILE] [KEY=VALUE ...] [--nproc N]`: starts or resumes a training run."""
 
 from __future__ import annotations
 
@@ -50,43 +50,50 @@ _SettingsArgument = Annotated[
         metavar="[CONFIG] [KEY=VALUE]...", help="YAML config of the run, and settings such as train.batch_size=4096."
     ),
 ]
-_RAW_FILES_PANEL = "Raw files, prepared first if that was not done yet"
+_RAW_FILES_PANEL = "Raw files, which are prepared before training"
 _DataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
         metavar="FILE",
-        help="Raw file or pattern, as for `meseta prepare`; repeatable. Without a config, run_dir is runs/<its name>.",
+        help="Raw file or pattern, as for `meseta prepare`. May be repeated. Default run_dir without a config: "
+        "runs/<file name>.",
         rich_help_panel=_RAW_FILES_PANEL,
     ),
 ]
 _ForceOption = Annotated[
     bool,
-    typer.Option("--force", help="Begin anew: drop the run in run_dir, and prepare again what was prepared otherwise."),
+    typer.Option("--force", help="Start from scratch: delete the run in run_dir, and prepare data again if needed."),
 ]
-_NprocOption = Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")]
-_RestartsOption = Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")]
+_NprocOption = Annotated[int, typer.Option(help="Number of ranks on this machine. torchrun works as well.")]
+_RestartsOption = Annotated[
+    int, typer.Option(help="Maximum number of automatic restarts after ranks of --nproc are lost.")
+]
 _MinNprocOption = Annotated[
-    int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
+    int | None,
+    typer.Option(help="Minimum number of ranks if restarts leave out killed ranks. Default: restarts use all ranks."),
 ]
 _ReadersOption = Annotated[
     str,
     typer.Option(
-        help="Processes of this machine that decode the rows, for all ranks: so many, or auto, as many as keep "
-        "training from waiting, of as many as there are cores; 0: each rank does."
+        help="Number of reader processes on this machine, which decode rows for all ranks. auto: as many as training "
+        "needs, up to the number of cores. 0: each rank decodes its own rows.",
     ),
 ]
 MAX_READERS = 1024
-"""Of one machine."""
+"""Maximum number of readers on this machine."""
 _ProfileOption = Annotated[
     bool,
-    typer.Option("--profile", help="Write timeline.json, for ui.perfetto.dev: what every rank did in ten steps."),
+    typer.Option("--profile", help="Write a timeline of all ranks in ten steps to timeline.json, for ui.perfetto.dev."),
 ]
 _ProfileStepsOption = Annotated[
-    str | None, typer.Option(metavar="FIRST:LAST", help="The same of these steps, counted from 1; 100 at most.")
+    str | None,
+    typer.Option(
+        metavar="FIRST:LAST", help="Write the timeline of these steps instead of ten, at most 100. The first step is 1."
+    ),
 ]
 _NoTestOption = Annotated[
-    bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")
+    bool, typer.Option("--no-test", help="Do not evaluate on the test split if the dataset has a validation split.")
 ]
 
 
@@ -118,7 +125,7 @@ def train(
     profile_steps: _ProfileStepsOption = None,
     force: _ForceOption = False,
 ) -> None:
-    """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
+    """Train a model, evaluate it and write a report. If started again, resumes from the newest checkpoint."""
     from meseta.config import read_config_document, validate_document
     from meseta.telemetry.timeline import StepRange
 
@@ -143,6 +150,7 @@ def train(
     with ExitStack() as stack:
         if not is_nproc_rank():
             if readers != "0":
+                # The launcher starts the readers once. Ranks find their URL in the environment.
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, restarts, min_nproc, settings)
         tried_on = None
@@ -154,7 +162,10 @@ def train(
 
 @contextmanager
 def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -> Iterator[None]:
-    """Readers of this machine, which all ranks are told of. Raises MesetaError where these are not for this command."""
+    """Context manager that runs readers on this machine, used by all ranks.
+
+    Raises MesetaError if the option `readers` is invalid or does not fit the command.
+    """
     from meseta.machine.environment_variables import environ
     from meseta.machine.processors import num_cores
     from meseta.readers.local_readers import local_readers
@@ -163,13 +174,13 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
     problem = None
     is_number = readers.isascii() and readers.isdigit() and 0 < int(readers) <= MAX_READERS
     if readers != "auto" and not is_number:
-        problem = f"it is a number up to {MAX_READERS}, or auto"
+        problem = f"it must be auto, or a number up to {MAX_READERS}"
     elif is_distributed():
-        problem = "torchrun starts a command for each rank; start `meseta readers` yourself, and name data.service.url"
+        problem = "torchrun starts a command per rank; start `meseta readers` separately, and set data.service.url"
     elif data:
-        problem = "raw files are prepared by the ranks themselves; run `meseta prepare` first, and name data.dir"
+        problem = "the ranks prepare raw files themselves; run `meseta prepare` first, and set data.dir"
     elif settings.data.dir is None:
-        problem = "data.service.url names readers; leave one of the two out"
+        problem = "data.service.url already refers to readers; omit one of them"
     if problem is not None or settings.data.dir is None:
         raise MesetaError(f"train: --readers {format_value(readers)}: {problem}")
     least, most = (1, num_cores()) if readers == "auto" else (int(readers), int(readers))
@@ -182,8 +193,10 @@ def _run_local_readers(readers: str, data: Sequence[str], settings: RunConfig) -
 
 
 def _launch_ranks(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
-    """Be the launcher of this command's ranks, where it has several or is started again; comes back where it has
-    not."""
+    """Launch the ranks and exit with their code.
+
+    Returns if torchrun has started this process as a rank, or if it is the only rank and has no restarts.
+    """
     if is_distributed():
         if restarts or min_nproc is not None:
             raise MesetaError("--restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes")
@@ -196,13 +209,15 @@ def _launch_ranks(nproc: int, restarts: int, min_nproc: int | None, settings: Ru
 
 
 def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
-    """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
-    by trial."""
+    """Prepare the dataset, and choose settings that the config does not have.
+
+    Returns the dataset if trial runs have to choose the learning rate of the tables, else `None`.
+    """
     from meseta.data import PrepareOptions
     from meseta.data.prepare import with_training_defaults
     from meseta.train.interop.default_settings import can_tune_table_rate, choose_settings
 
-    assert settings.data.dir is not None  # or `_choose_folders` has refused it
+    assert settings.data.dir is not None  # Checked by `_choose_folders`.
     dataset = _ensure_prepared(with_training_defaults(PrepareOptions(out=settings.data.dir, **options)))
     chosen = choose_settings(document, dataset)
     if chosen and is_first_rank():
@@ -211,8 +226,10 @@ def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, 
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
-    """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing, or two things, say
-    what to train on."""
+    """Set the folders of a run on raw files in `document`, unless it has them.
+
+    Raises MesetaError if there is no training data, or more than one source of it.
+    """
     from meseta.config import set_default
     from meseta.config.load import get_value
     from meseta.train.interop.default_settings import default_run_dir
@@ -220,15 +237,15 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
     if data:
         if (url := get_value(document, "data.service.url")) is not None:
             raise MesetaError(
-                f"train: --data {data[0]!r} and data.service.url {url!r}: rows come from one of them; leave one out"
+                f"train: --data {data[0]!r} and data.service.url {url!r} cannot be combined; omit one of them"
             )
         set_default(document, "run_dir", default_run_dir(data))
         set_default(document, "data.dir", f"{document['run_dir']}/data")
     elif said:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in said)
-        raise MesetaError(f"train: {options} is for raw files that are prepared first; give --data too")
+        raise MesetaError(f"train: {options} needs raw files; add --data")
     elif not document:
-        raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
+        raise MesetaError("train: no training data; specify a config file, or raw files with --data FILE")
 
 
 def _train(
@@ -239,8 +256,11 @@ def _train(
     from_scratch: bool,
     tuning_dataset: Dataset | None,
 ) -> None:
-    """Train to the end, from the first step on if `from_scratch`, and print what came of it; on `tuning_dataset`, the
-    rate of the tables is found by trial first."""
+    """Train a model to the end and print the result.
+
+    With `from_scratch`, an existing run is deleted first. With `tuning_dataset`, trial runs on it choose the learning
+    rate of the tables.
+    """
     from meseta.machine.interruption import TrainingInterrupt
     from meseta.train.run_dir import clear_run
     from meseta.train.session import session
@@ -261,34 +281,37 @@ def _train(
 
 
 def _given_options(**options: Any) -> dict[str, Any]:
-    """Those of PrepareOptions that the command line has."""
+    """Return the options of PrepareOptions that are set on the command line."""
+    # 'error' is the default of --bad-rows.
     return {name: value for name, value in options.items() if value not in (None, [], "error")}
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
-    """The config, if the first argument is one, and the settings."""
+    """Return the config, if the first argument is one, and the settings."""
+    # The name of a config file may contain '='.
     if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
         return Path(arguments[0]), arguments[1:]
     return None, arguments
 
 
 def _ensure_prepared(options: PrepareOptions) -> Dataset:
-    """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
+    """Return the dataset of `options`. The first rank prepares it if needed, and the other ranks wait for it."""
     prepares = is_first_rank()
     while (dataset := _load_prepared(options)) is None:
         if prepares:
             return run_prepare(options, command="`meseta prepare FILE --out DIR`")
-        time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
+        time.sleep(0.2)  # If the first rank fails, the launcher ends this one.
     return dataset
 
 
 def _load_prepared(options: PrepareOptions) -> Dataset | None:
-    """None where it has to be prepared, first or again."""
+    """Return the prepared dataset, or `None` if it has to be prepared."""
     from meseta.data.prepare import load_prepared
 
     try:
         return load_prepared(options)
     except MesetaError:
+        # With --force, a dataset that was prepared with other options is replaced.
         if not options.force:
             raise
         return None
@@ -298,10 +321,10 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
     values = {
         key: f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "") for key, value in chosen.items()
     }
-    print(f"settings, chosen for {dataset.splits['train'].num_rows:,} rows of training:")
+    print(f"settings chosen for {dataset.splits['train'].num_rows:,} training rows:")
     print(textwrap.fill(" ".join(f"{key}={value}" for key, value in values.items()), 110, initial_indent="  ",
                         subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))  # fmt: skip
-    print("to change one: KEY=VALUE behind the command; `meseta config` lists them")
+    print("to change a setting, append KEY=VALUE to the command; `meseta config` lists all keys")
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
@@ -317,12 +340,12 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
     if note := selection_on_test_warning(chosen.get("split"), chosen.get("what", ())):
         print(f"note: {note}")
     if teacher and TEST in summary:
-        print(f"best reachable: AUC {teacher['auc']:.4f}  NE {teacher['ne']:.4f}  (the teacher's, on the same rows)")
+        print(f"best reachable: AUC {teacher['auc']:.4f}  NE {teacher['ne']:.4f}  (by the teacher, on the same rows)")
     speed = f"{summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else "no step was left to do"
     print(f"{summary['num_samples']:,} samples in {summary['train_s']:.1f} s of training, {speed}, "
           f"{summary['num_ranks']} rank{'s' * (summary['num_ranks'] > 1)}")  # fmt: skip
     for what, outside in (("training", summary["ids_outside"]), *ends):
         if outside:
             counts = ", ".join(f"{feature} {count:,}" for feature, count in outside.items())
-            print(f"ids outside their table in {what}, handled as embedding.id_policy says: {counts}")
+            print(f"out-of-range ids in {what}, handled by embedding.id_policy: {counts}")
     print(f"report: {run_dir / 'report.html'}")

@@ -1,4 +1,4 @@
-"""The ranks of a launcher, watched by their records: one that does not run, one astray, one that others wait for."""
+"""Watches the ranks of a launcher by their records, and detects unresponsive, diverged and stuck ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from meseta.telemetry.watching.memory_watch import MemoryWatch
 from meseta.telemetry.watching.stalls import POLL_INTERVAL_S, StallWatch, WatchedProcess
 
 RECORD_POLL_INTERVAL_S = 1.0
-"""Between looks at the records."""
+"""Seconds between two reads of the records."""
 STARTUP_GRACE_S = 60.0
-"""A rank that has just been started and has not come to its first line is waited for at least so long."""
+"""Minimum seconds until a rank without any heartbeat counts as unresponsive. It may still be starting."""
 
 
 class RankWatch:
-    """Records of ranks that are about to be started on this host, and what can be seen in them; a context manager."""
+    """Context manager with the records of the ranks of this host. Create it before the ranks start."""
 
     def __init__(self, num_ranks: int, limits: TimeLimits, run_dir: Path | None = None) -> None:
-        """With `run_dir` their files may get names there."""
+        """Create one record per rank. With `run_dir`, their files may get names there."""
         self.limits = limits
         self._run_dir = run_dir
         self._files = [create_record_file(run_dir or Path(tempfile.gettempdir())) for _ in range(num_ranks)]
@@ -49,18 +49,22 @@ class RankWatch:
         self._last_stall_poll_s = self._last_poll_s
 
     def environ(self, rank: int) -> dict[str, str]:
-        """What a rank finds in its environment."""
+        """Return the environment variables that pass the record to a rank."""
+        # The rank inherits the open descriptor.
         return {RANK_RECORD_VARIABLE: f"/proc/self/fd/{self._files[rank]}"}
 
     def poll(self, running: Sequence[bool]) -> tuple[Diagnosis | None, list[str]]:
-        """Look at the ranks that have not ended, once a second. Return (trouble, lines to print); the trouble is None
-        if the run can continue."""
+        """Check the ranks that are running, once per second.
+
+        Returns (diagnosis, lines to print). The diagnosis is `None` if the run can continue.
+        """
         now_s = time.monotonic()
         if now_s - self._last_poll_s < RECORD_POLL_INTERVAL_S:
             return None, []
         self._last_poll_s = now_s
         states = {rank: state for rank, state in self.read_states().items() if running[rank]}
         silent = self._heartbeats.update({rank: state.heartbeat_ns for rank, state in states.items()}, now_s)
+        # A rank without any heartbeat may still be importing its modules.
         first_s = max(self.limits.silent_s, STARTUP_GRACE_S)
         silent = {r: s for r, s in silent.items() if running[r] and (self._heartbeats.has_heartbeat(r) or s > first_s)}
         silent = {r: s for r, s in silent.items() if not self._waits_for_storage(states.get(r), s)}
@@ -70,8 +74,10 @@ class RankWatch:
         return trouble, [*([f"warning: {warning}"] if warning else []), *self._stall_lines(states, now_s)]
 
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
-        """Whether the heartbeat of a rank is late because the disk of its record does not answer. That is reported as a
-        stall, and ends the run only after `stall_s`."""
+        """Whether the heartbeat of a rank is late because the disk of its record does not answer.
+
+        This is reported as a stall, and ends the run only after `stall_s`.
+        """
         if state is None or not self.limits.silent_s < silent_s <= self.limits.stall_s:
             return False
         return is_blocked(state.pid)
@@ -92,26 +98,26 @@ class RankWatch:
         return [*self._stalls.poll(watched, now_s), *(self._memory.poll() if watched else [])]
 
     def _warning(self, states: Mapping[int, RankState], now_ns: int) -> str | None:
-        """Once for each rank that keeps others waiting for long, but not yet for too long."""
+        """Return a warning about ranks that keep others waiting, once per set of ranks."""
         trouble = find_stuck(states, now_ns, self.limits.warn_delay_s)
         if trouble is None:
             self._warned.clear()
         elif trouble.ranks not in self._warned and _is_in_step(states):
             self._warned.add(trouble.ranks)
-            return f"{trouble.text}; the run is ended after {self.limits.stall_s:g} s (comm.stall_s)"
+            return f"{trouble.text}; the run is stopped after {self.limits.stall_s:g} s (comm.stall_s)"
         return None
 
     def find_diverged(self) -> Diagnosis | None:
-        """Of ranks that have ended, and noticed nothing: whether they have taken other transfers than each other."""
+        """Return a diagnosis if ranks that ended without an error made different transfers, or `None`."""
         return find_diverged(self.read_states())
 
     def read_states(self) -> Mapping[int, RankState]:
-        """What can be read of them."""
+        """Return the state of each rank whose record is initialized and complete."""
         states = {}
         for rank, descriptor in enumerate(self._files):
             content = os.pread(descriptor, RECORD_BYTES, 0)
             if is_initialized(content):
-                with suppress(MesetaError):  # it is being written
+                with suppress(MesetaError):  # The rank is writing it.
                     states[rank] = parse_record(content, f"of rank {rank}")
         return states
 
@@ -124,14 +130,15 @@ class RankWatch:
 
 
 def _is_in_step(states: Mapping[int, RankState]) -> bool:
-    """Whether a step is under way: what is planned, loaded or saved may take its time."""
+    """Whether a rank is in a training step. Planning, loading and saving may take longer."""
     return any(state.stage for state in states.values())
 
 
 def load_time_limits(run_dir: Path) -> TimeLimits:
-    """As the config of a run says; those of every run where it cannot be read, which its ranks will tell."""
+    """Return the time limits from the config of a run, or the default limits if the config cannot be read."""
     from meseta.config import load_config
 
+    # The ranks report a config that cannot be read.
     try:
         return load_config(run_dir / "config.yaml").comm.time_limits
     except (MesetaError, OSError):

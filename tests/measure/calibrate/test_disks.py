@@ -88,5 +88,5 @@ def test_a_cost_model_of_a_former_version_is_read() -> None:
 
 
 def test_a_limit_needs_a_disk(tmp_path: Path) -> None:
-    with pytest.raises(MesetaError, match="--max-reads-per-s is of a disk; name a folder on it with --disk"):
+    with pytest.raises(MesetaError, match="--max-reads-per-s needs a disk; name a folder on it with --disk"):
         calibrate(tmp_path / "cost.yaml", max_reads_per_s=100.0)
