@@ -132,7 +132,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
         ("data.service.url=grpc://h", ["key 'data.service.url'", "grpc+tls://HOST:PORT, got 'grpc://h'"]),
         ("data.service.url=grpc://h:port", ["key 'data.service.url'", "grpc://HOST:PORT"]),
         ("data.service.url=grpc://h:1/path", ["key 'data.service.url'", "grpc://HOST:PORT"]),
-        ("data.service.give_up_s=0", ["key 'data.service.give_up_s'", "greater than 0, got 0"]),
+        ("data.service.reader_timeout_s=0", ["key 'data.service.reader_timeout_s'", "greater than 0, got 0"]),
         ("data.service.ulr=grpc://h:1", ["unknown key 'data.service.ulr'; did you mean 'url'?"]),
         ("run_dir.x=3", ["override 'run_dir.x=3': 'run_dir' holds a value, not a section"]),
         ("seed", ["override 'seed' must look like train.batch_size=4096"]),

@@ -123,7 +123,9 @@ def give_other_batch() -> str:
 def test_answers_for_another_batch_are_refused_on_all_ranks(ranks: Ranks) -> None:
     [first, second] = ranks(2).run(give_other_batch)
     assert (
-        first == second and "another one than that whose answers were carried" in first and "pipeline.stale=0" in first
+        first == second
+        and "another one than that whose answers were carried" in first
+        and "pipeline.staleness=0" in first
     )
 
 
@@ -134,7 +136,7 @@ COMMON = {
     "train__epochs": 2,
     "checkpoint__every_steps": 3,
     "checkpoint__keep_last": 9,
-    "pipeline__stale": 1,
+    "pipeline__staleness": 1,
 }
 
 
@@ -188,7 +190,7 @@ def test_another_number_of_ranks_takes_what_was_carried(ranks: Ranks, tiny: Path
 def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -> None:
     """And leaves alone what a checkpoint carries, where stale was turned off."""
     train(settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 6}))
-    train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__stale": 0}))
+    train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__staleness": 0}))
     assert manifest(tmp_path / "run", 9)["format"] == "meseta.checkpoint/1"
     assert manifest(tmp_path / "run", 9).keys() & {"carried", "features"} == set()
     assert not (tmp_path / "run/checkpoints" / f"step-{9:09}" / "carried.safetensors").exists()

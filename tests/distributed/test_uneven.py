@@ -59,7 +59,7 @@ def make_model(world: World, lookahead: int = 0) -> Any:
         return model
     places: dict[str, Any] = dict(zip(ROWS, SCHEMES, strict=True))
     if lookahead:
-        far = {"tier": "cached", "near_rows": max(ROWS.values())}
+        far = {"tier": "cached", "cache_rows": max(ROWS.values())}
         places |= {name: {"sharding": places[name], **far} for name in ROWS if places[name] != "data_parallel"}
     document = {"devices_per_host": 2, "exchange": "two_level", "tables": places}
     storage = StorageOptions(lookahead=lookahead)

@@ -136,8 +136,8 @@ def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
 def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str, size: int) -> None:
     """With little more room than a batch needs, beside tables in memory."""
     tables = {
-        "*": {"sharding": scheme, "tier": "disk", "near_rows": 150},
-        "tags": {"sharding": scheme, "tier": "cached", "near_rows": 50},
+        "*": {"sharding": scheme, "tier": "disk", "cache_rows": 150},
+        "tags": {"sharding": scheme, "tier": "cached", "cache_rows": 50},
         "city": scheme,
     }
     changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}

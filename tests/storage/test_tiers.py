@@ -86,10 +86,10 @@ def collection(optimizer: str, dtype: str) -> EmbeddingBagCollection:
 
 
 def placed(
-    tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
+    tier: str, cache_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
 ) -> EmbeddingBagCollection:
     made = collection(optimizer, dtype)
-    entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
+    entries = {name: {"sharding": "table_wise", "tier": tier, "cache_rows": rows} for name, rows in cache_rows.items()}
     made.apply_plan(
         Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead)
     )
@@ -233,9 +233,7 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
 
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
-    told = (
-        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table near_rows"
-    )
+    told = r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table cache_"
     with pytest.raises(MesetaError, match=told):
         loss_of(tiered, batch(0))
     assert same(contents(tiered), contents(collection("sgd", "float32")))
@@ -308,9 +306,9 @@ def test_plans_that_cannot_be_are_named() -> None:
     with pytest.raises(MesetaError, match="stepped_rows 'all' of its optimizer requires tier 'hbm'"):
         Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}, all_rows, 1)
     with pytest.raises(MesetaError, match="only tiers 'cached' and 'disk' have a cache"):
-        one({"tables": {"*": {"sharding": "table_wise", "near_rows": 3}}})
-    with pytest.raises(MesetaError, match=r"near_rows must be an integer in 1\.\.500"):
-        one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 0}}})
+        one({"tables": {"*": {"sharding": "table_wise", "cache_rows": 3}}})
+    with pytest.raises(MesetaError, match=r"cache_rows must be an integer in 1\.\.500"):
+        one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "cache_rows": 0}}})
 
 
 def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:

@@ -67,7 +67,7 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
 
 def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
     """Those of the last line, when caches are as full as they get, beside what was predicted."""
-    tables = {"user": {"sharding": "table_wise", "tier": "cached", "near_rows": 150}, "*": "table_wise"}
+    tables = {"user": {"sharding": "table_wise", "tier": "cached", "cache_rows": 150}, "*": "table_wise"}
     train(settings(tiny, tmp_path / "run", plan={"tables": tables}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = [line["row_traffic"]["user"]["num_misses"] for line in lines if line["kind"] == "train"][-1]

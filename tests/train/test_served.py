@@ -66,7 +66,7 @@ def two_ranks() -> Iterator[RankPool]:
 def served(tier: Tier, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """As `settings`, but with the rows of the tier."""
     document = settings(run_dir, run_dir, **{**COMMON, **changes})
-    document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "give_up_s": 20.0}}
+    document["data"] |= {"dir": None, "service": {"url": tier.dispatcher.url, "reader_timeout_s": 20.0}}
     return document
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,6 +39,7 @@ from meseta.machine.environment_variables import environ
 from meseta.machine.processes import exit_immediately, remove_scratch_files
 from meseta.machine.rendezvous import RENDEZVOUS_VARIABLE
 from meseta.machine.wait_policy import set_wait_policy
+from meseta.spec.former_names import FormerNameWarning
 from meseta.telemetry.rank_record import RANK_RECORD_VARIABLE as RANK_RECORD
 from meseta.telemetry.rank_record import CurrentRankRecord
 from meseta.telemetry.watching.memory_watch import check_start_memory
@@ -97,6 +99,20 @@ class UserInterrupt(BaseException):
     """Ctrl-C. No KeyboardInterrupt, which typer turns into an exit code before it comes here."""
 
 
+def _configure_warnings(*, is_quiet: bool) -> None:
+    """Print warnings about former names as one line, unless another process of this command prints them."""
+    if is_quiet:
+        warnings.simplefilter("ignore", FormerNameWarning)
+    format_other = warnings.formatwarning
+
+    def format_warning(message: Warning | str, category: type[Warning], *location: Any) -> str:
+        if issubclass(category, FormerNameWarning):
+            return f"warning: {message}\n"
+        return format_other(message, category, *location)
+
+    warnings.formatwarning = format_warning
+
+
 def main() -> None:
     """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
     Ctrl-C."""
@@ -105,6 +121,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _raise_interrupt)
     rank = environ.get("RANK", "0")
+    _configure_warnings(is_quiet=rank != "0" or RANK_RECORD in environ)
     where = ERROR_PREFIX if rank == "0" else f"{ERROR_PREFIX}rank {rank}: "
     try:
         if RANK_RECORD in environ:  # of a rank that `--nproc` has started, which has torch

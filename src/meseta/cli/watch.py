@@ -61,7 +61,7 @@ class RankWatch:
         self._last_poll_s = now_s
         states = {rank: state for rank, state in self.read_states().items() if running[rank]}
         silent = self._heartbeats.update({rank: state.heartbeat_ns for rank, state in states.items()}, now_s)
-        first_s = max(self.limits.silent_s, STARTUP_GRACE_S)
+        first_s = max(self.limits.heartbeat_timeout_s, STARTUP_GRACE_S)
         silent = {r: s for r, s in silent.items() if running[r] and (self._heartbeats.has_heartbeat(r) or s > first_s)}
         silent = {r: s for r, s in silent.items() if not self._waits_for_storage(states.get(r), s)}
         now_ns = time.monotonic_ns()
@@ -71,8 +71,8 @@ class RankWatch:
 
     def _waits_for_storage(self, state: RankState | None, silent_s: float) -> bool:
         """Whether the heartbeat of a rank is late because the disk of its record does not answer. That is reported as a
-        stall, and ends the run only after `stall_s`."""
-        if state is None or not self.limits.silent_s < silent_s <= self.limits.stall_s:
+        stall, and ends the run only after `stall_timeout_s`."""
+        if state is None or not self.limits.heartbeat_timeout_s < silent_s <= self.limits.stall_timeout_s:
             return False
         return is_blocked(state.pid)
 
@@ -98,7 +98,7 @@ class RankWatch:
             self._warned.clear()
         elif trouble.ranks not in self._warned and _is_in_step(states):
             self._warned.add(trouble.ranks)
-            return f"{trouble.text}; the run is ended after {self.limits.stall_s:g} s (comm.stall_s)"
+            return f"{trouble.text}; the run is ended after {self.limits.stall_timeout_s:g} s (comm.stall_timeout_s)"
         return None
 
     def find_diverged(self) -> Diagnosis | None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from meseta.config.former_keys import current_key
 from meseta.config.models import CustomModelConfig, ModelConfig, model_sections
 from meseta.config.run import RunConfig
 from meseta.config.section import Section, used_by
@@ -69,7 +70,7 @@ def all_keys() -> list[ConfigKey]:
 def find_keys(name: str) -> list[ConfigKey]:
     """The keys that `name` means: one, all of a section, those that match a pattern such as '*.lr', or those that have
     it in their names. Any name stands for <feature>. Raises MesetaError where there is none."""
-    keys = all_keys()
+    name, keys = current_key(name), all_keys()
     for rule in (_is_in_section, _matches_pattern, _contains):
         if found := [key for key in keys if rule(key, name)]:
             return found

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from meseta.config import former_keys
 from meseta.config.models.base import DEFAULT_MODEL, ModelConfig, section_class
 from meseta.config.run import RunConfig
 from meseta.errors import StorageError, format_value
@@ -36,6 +37,7 @@ def read_config_document(path: str | Path | None, overrides: Sequence[str] = ())
     """
     try:
         document = {} if path is None else read_mapping(path)
+        former_keys.rename_keys(document)
     except MesetaError as error:
         raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
@@ -89,7 +91,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise MesetaError(f"override {override!r} must look like train.batch_size=4096")
-    *parents, last = key.split(".")
+    *parents, last = former_keys.current_key(key).split(".")
     try:
         _get_or_make_section(document, parents)[last] = parse_yaml(value)
     except _NotASectionError as error:

@@ -40,7 +40,7 @@ class ServiceConfig(Section):
     """Folder of keys, as `meseta readers keys` makes it, by which the address is grpc+tls://HOST:PORT."""
     dataset: str | None = Field(default=None, min_length=1, max_length=1024)
     """Name of the dataset there; None: the only one."""
-    give_up_s: float = Field(default=300.0, gt=0)
+    reader_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a run ends for which no reader decodes rows."""
 
     @field_validator("url")
@@ -356,10 +356,10 @@ class CommConfig(Section):
     dense: CodecName | None = None
     exchange: Literal["auto", ExchangeAlgorithm] = "auto"
     dense_exchange: Literal["auto", CrossHostAlgorithm] = "auto"
-    silent_s: float = TimeLimits.silent_s
+    heartbeat_timeout_s: float = TimeLimits.heartbeat_timeout_s
     """Seconds without a sign of life of a rank, which comes each second, after which the run is ended and the rank
     named: it is stopped, swapping, or held up by a disk."""
-    stall_s: float = TimeLimits.stall_s
+    stall_timeout_s: float = TimeLimits.stall_timeout_s
     """Seconds for which a rank may wait for one and the same transfer, or be in one stage of a step; then the run is
     ended, and the rank named that keeps the others waiting. A warning comes after 30."""
 
@@ -376,7 +376,7 @@ class CommConfig(Section):
     @property
     def time_limits(self) -> TimeLimits:
         """How long they wait."""
-        return TimeLimits(silent_s=self.silent_s, stall_s=self.stall_s)
+        return TimeLimits(heartbeat_timeout_s=self.heartbeat_timeout_s, stall_timeout_s=self.stall_timeout_s)
 
 
 class PipelineConfig(Section):
@@ -384,7 +384,7 @@ class PipelineConfig(Section):
     """What travels between ranks while they compute, of ids, answers, gradients, dense and agree, see
     docs/pipeline.md; no number depends on it. 'auto': all that can."""
 
-    stale: Literal[0, 1] = 0
+    staleness: Literal[0, 1] = 0
     """Updates that a lookup does not see. With 1 every batch is looked up before the update of the one before, so that
     rows and bags travel while that one is computed: other numbers than with 0, alike on any number of ranks; see
     docs/pipeline.md for what they cost."""
@@ -407,9 +407,9 @@ class PipelineConfig(Section):
 class StorageConfig(Section):
     dir: LocalPath | None = None
     """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: none lies there."""
-    near_bytes: Literal["auto"] | PositiveInt = "auto"
+    cache_bytes: Literal["auto"] | PositiveInt = "auto"
     """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
-    which the plan has no near_rows, by what the next row saves. 'auto': the least with which a step is predicted to
+    which the plan has no cache_rows, by what the next row saves. 'auto': the least with which a step is predicted to
     take no more than 3 % longer than with all that there is."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] = "auto"
     """Batches whose rows are brought from far before their turn; 0: rows come when they are looked up. 'auto': 2 where
@@ -424,7 +424,7 @@ class StorageConfig(Section):
         """The same for `meseta.shard`."""
         return StorageOptions(
             dir=self.dir,
-            cache_bytes=None if self.near_bytes == "auto" else self.near_bytes,
+            cache_bytes=None if self.cache_bytes == "auto" else self.cache_bytes,
             lookahead=None if self.lookahead == "auto" else self.lookahead,
             engine=self.engine,
             max_reads_per_s=self.max_reads_per_s,

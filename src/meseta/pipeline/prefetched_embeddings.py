@@ -66,7 +66,7 @@ class PrefetchedEmbeddings:
             problem = MesetaError(
                 "the batch that comes is another one than that whose answers were carried, which was looked up before "
                 "the last update; give the data and train.batch_size that the run had, or look it up anew with "
-                "pipeline.stale=0"
+                "pipeline.staleness=0"
             )
         world.raise_on_all_ranks(problem)
         return self.pooled[mine].to(world.device)

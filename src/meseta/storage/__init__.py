@@ -53,7 +53,7 @@ def make_storages(
         [pieces[number][1].num_rows for number in shared],
         index_bytes=sum(row_index_bytes(pieces[number][1].tier, pieces[number][1].num_rows) for number in shared),
     )
-    near_rows = {number: pieces[number][1].cache_rows for number in far} | dict(zip(shared, counts, strict=True))
+    cache_rows = {number: pieces[number][1].cache_rows for number in far} | dict(zip(shared, counts, strict=True))
     engine: DiskEngine | None = None
     storages: list[TableStorage] = []
     for number, ((spec, shard), optimizer) in enumerate(zip(pieces, optimizers, strict=True)):
@@ -62,7 +62,7 @@ def make_storages(
                 f"plan: table {spec.name!r} has rows in tier {shard.tier!r}, which is for ranks that compute on a CPU; "
                 "place them in 'cached' or 'hbm'"
             )
-        num_slots = near_rows.get(number)
+        num_slots = cache_rows.get(number)
         if num_slots is None:
             storages.append(TableShard.create(spec, shard, optimizer, seed=seed, device=device))
             continue

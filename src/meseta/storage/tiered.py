@@ -214,8 +214,8 @@ class TieredShard(_OffloadedShard):
         least = refused.num_rows + max(refused.num_pinned_by_others, 0)
         return (
             f"{self.shard.label}: a batch looks up {refused.num_rows:,} distinct rows{others}, but {num_slots:,} rows "
-            f"lie near; give the table near_rows {least:,} in the plan, or all tables of this rank storage.near_bytes "
-            f"{least_bytes:,}, or make batches smaller"
+            f"lie near; give the table cache_rows {least:,} in the plan, or all tables of this rank "
+            f"storage.cache_bytes {least_bytes:,}, or make batches smaller"
         )
 
     def backing_store_error(self, failed: BackingStoreError) -> MesetaError:

@@ -1,8 +1,8 @@
 """From the records of all ranks to the one that keeps the others waiting, and why.
 
-    silent    its heart has not beaten for silent_s: it does not run
+    silent    its heart has not beaten for heartbeat_timeout_s: it does not run
     astray    it is at another transfer than the others are, at the same place of a lane
-    stuck     for stall_s a rank has waited for one transfer, or is in one stage of a step
+    stuck     for stall_timeout_s a rank has waited for one transfer, or is in one stage of a step
 
 Only ranks are compared that have a record; a transfer that is not kept any more is not judged.
 """
@@ -68,11 +68,11 @@ class DivergenceGracePeriod:
         return trouble if now_s - self._since_s >= DIVERGENCE_GRACE_S else None
 
 
-def find_unresponsive(states: RankStates, silent: Mapping[int, float], silent_s: float) -> Diagnosis | None:
-    """The rank whose heart has not beaten for longest, of those for which that is longer than `silent_s`; `silent`
-    holds the seconds of each."""
+def find_unresponsive(states: RankStates, silent: Mapping[int, float], heartbeat_timeout_s: float) -> Diagnosis | None:
+    """The rank whose heart has not beaten for longest, of those for which that is longer than `heartbeat_timeout_s`;
+    `silent` holds the seconds of each."""
     rank = max(silent, key=lambda r: silent[r], default=None)
-    if rank is None or silent[rank] <= silent_s:
+    if rank is None or silent[rank] <= heartbeat_timeout_s:
         return None
     return Diagnosis("silent", (rank,), _unresponsive_text(states, rank, silent[rank]))
 
@@ -125,7 +125,7 @@ def _find_wait_cycle(states: RankStates) -> Diagnosis | None:
 
 
 def find_unreachable_hosts(
-    states: RankStates, silent: Mapping[int, float], own: int, silent_s: float
+    states: RankStates, silent: Mapping[int, float], own: int, heartbeat_timeout_s: float
 ) -> Diagnosis | None:
     """Hosts of which this one, that of rank `own`, hears no rank any more; `silent` holds the seconds of each other
     rank. Where the hosts have one rank each, a rank that is stopped looks the same as a link that is cut."""
@@ -134,10 +134,10 @@ def find_unreachable_hosts(
         hosts.setdefault(states[rank].host, []).append(rank)
     here = hosts.pop(states[own].host, None)
     # Beats come once a second, so that of one cut some hosts are heard for a little longer than others.
-    nearly_s = max(silent_s - MISSED_HEARTBEAT_TIMEOUT_S, silent_s / 2)
+    nearly_s = max(heartbeat_timeout_s - MISSED_HEARTBEAT_TIMEOUT_S, heartbeat_timeout_s / 2)
     unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
     is_told = any(
-        max(silent[rank] for rank in ranks) > silent_s and (len(ranks) > 1 or here is None)
+        max(silent[rank] for rank in ranks) > heartbeat_timeout_s and (len(ranks) > 1 or here is None)
         for ranks in unheard.values()
     )
     if not is_told:
@@ -201,9 +201,9 @@ def diagnose(
 ) -> Diagnosis | None:
     """The first of these, in the order of this page."""
     return (
-        find_unresponsive(states, silent, limits.silent_s)
+        find_unresponsive(states, silent, limits.heartbeat_timeout_s)
         or find_diverged(states)
-        or find_stuck(states, now_ns, limits.stall_s)
+        or find_stuck(states, now_ns, limits.stall_timeout_s)
     )
 
 

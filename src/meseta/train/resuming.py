@@ -36,7 +36,7 @@ _LEARNING_KEYS = (
     "dense.clip_norm",
     "train.clip_norm",
     "embedding.schedule",
-    "pipeline.stale",
+    "pipeline.staleness",
 )
 """Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
 holds, wherever it is written."""

@@ -148,7 +148,7 @@ class Trainer:
             overlap=self.overlap.hidden,
         )
         self.pipeline.num_masked_tasks = self.dataset.num_masked_tasks
-        self.pipeline.uses_stale_embeddings = bool(config.pipeline.stale)
+        self.pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
         self._step_threads = StepThreads()
         self.evaluation_tracker = EvaluationTracker(
             config, [name for name, split in self.dataset.splits.items() if split.num_rows]
@@ -292,7 +292,7 @@ class Trainer:
         """The loop over steps."""
         self._last_logged = (self.step, self.num_samples)
         self.clock.start()
-        batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.stale)
+        batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.staleness)
         with closing(
             self.pipeline.steps(batches, schedule=self._set_learning_rates, votes=self.checkpoint_manager.flags)
         ) as steps:
@@ -478,7 +478,7 @@ class Trainer:
             self.reader.set_state(state["reader"])
             self._trained_position = self.reader.position
             self._batches = self._start_reading()
-        if self.config.pipeline.stale and state["carried"] is not None:
+        if self.config.pipeline.staleness and state["carried"] is not None:
             self.pipeline.prefetched_embeddings = PrefetchedEmbeddings.from_tensors(
                 path, state["carried"], self.model.embeddings
             )
@@ -498,7 +498,7 @@ class Trainer:
 
     def _start_reading(self) -> BatchIterator:
         """The batches of the run; where lookups are one update late, and one more."""
-        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.stale)
+        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.staleness)
 
     def _summary(
         self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]

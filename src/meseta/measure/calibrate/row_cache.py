@@ -105,7 +105,7 @@ class TableTrainer:
         self.case = case
         self.embeddings = EmbeddingBagCollection(tables, features, seed=0)
         if tier is not None:
-            place = {"sharding": "table_wise", "tier": tier, "near_rows": NUM_CACHE_ROWS}
+            place = {"sharding": "table_wise", "tier": tier, "cache_rows": NUM_CACHE_ROWS}
             self.embeddings.apply_plan(Plan.from_dict({"tables": {"*": place}}, tables, 1), options)
         self._offloaded_shards = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._names = [feature.name for feature in features]

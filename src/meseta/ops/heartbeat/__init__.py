@@ -9,8 +9,8 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 def start_heartbeat(descriptor: int, offset: int) -> None:
-    """From now on, each second and at once, write two int64 to byte `offset`, a multiple of 8, of an open file: the time
-    of CLOCK_MONOTONIC, and the processor time of this process, both in nanoseconds.
+    """Start a thread that writes two int64 to byte `offset`, a multiple of 8, of an open file each second: the time of
+    CLOCK_MONOTONIC and the processor time of this process, both in nanoseconds.
 
     The file is mapped, so nothing of a process that is killed is lost; and no lock is needed, so that a beat which does
     not come says that the process does not run: stopped, swapping, or held up by a disk. A second call ends the first

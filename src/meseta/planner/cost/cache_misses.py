@@ -64,7 +64,7 @@ def _zipf_exponents(counts: Floats, rows: Floats) -> Floats:
     return found
 
 
-def cache_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Floats) -> Floats:
+def cache_misses(rows: Floats, requests: Floats, cache_rows: Floats, lookups: Floats) -> Floats:
     """Distinct rows of a batch that do not lie near [n].
 
     A row's score is the sum over its requests of (1/2)^(their age in half-lives), and rows of the highest scores lie
@@ -75,23 +75,23 @@ def cache_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Flo
     Args:
         rows: of each class [n, K].
         requests: of a row of the class in a batch, on average [n, K].
-        near_rows: slots [n].
+        cache_rows: slots [n].
         lookups: of a batch [n].
     """
-    found = np.zeros(len(near_rows))
-    wants = np.flatnonzero((near_rows < rows.sum(axis=1)) & (lookups > 0.0))
-    rows, requests, near_rows, lookups = (part[wants] for part in (rows, requests, near_rows, lookups))
+    found = np.zeros(len(cache_rows))
+    wants = np.flatnonzero((cache_rows < rows.sum(axis=1)) & (lookups > 0.0))
+    rows, requests, cache_rows, lookups = (part[wants] for part in (rows, requests, cache_rows, lookups))
     chance = -np.expm1(-requests)
     half_life = (
-        np.where(near_rows < MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE)
-        * np.maximum(near_rows, 1.0)
+        np.where(cache_rows < MIN_LONG_HALF_LIFE_SLOTS, SHORT_HALF_LIFE, LONG_HALF_LIFE)
+        * np.maximum(cache_rows, 1.0)
         / lookups
     )  # in batches
     shape = 2.0 * chance * (half_life / np.log(2.0))[:, None]
     low, high = np.full(len(wants), -600.0), np.full(len(wants), 30.0)
     for _ in range(_NUM_BISECTIONS):
         middle = 0.5 * (low + high)
-        fits = (rows * (1.0 - gamma_cdf(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= near_rows
+        fits = (rows * (1.0 - gamma_cdf(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= cache_rows
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
     found[wants] = (rows * chance * gamma_cdf(shape, 2.0 * np.exp(high)[:, None])).sum(axis=1)
     return found

@@ -27,7 +27,7 @@ class CacheOptions(NamedTuple):
 
     storage: StorageOptions = StorageOptions()
     default_share: float = DEFAULT_CACHE_SHARE
-    """Of the rows, where `storage` has no near_bytes."""
+    """Of the rows, where `storage` has no cache_bytes."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Placement:
                 columns[shard.rows] += 1
                 host_columns[host, shard.rows] += 1
             for shard in entry.shards:
-                near_rows = shard.cache_rows or 0
-                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier), near_rows)
+                cache_rows = shard.cache_rows or 0
+                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier), cache_rows)
                 if entry.is_replica(shard):
                     replicas.append(where)
                     continue
@@ -109,13 +109,13 @@ class Placement:
 
 def _allocate_cache_rows(pieces: ShardArrays, owner: Indices, loads: WorkloadLoads, room: CacheOptions) -> Indices:
     """Of each piece [n], as storage allots them: those of the plan, else a part of the room of its rank."""
-    near_rows = pieces.cache_rows.copy()
-    shared = np.isin(pieces.tier, OFFLOADED_TIER_INDICES) & (near_rows == 0)
+    cache_rows = pieces.cache_rows.copy()
+    shared = np.isin(pieces.tier, OFFLOADED_TIER_INDICES) & (cache_rows == 0)
     of_row, of_state = loads.row_bytes(pieces)
     row_bytes = of_row + of_state + CACHE_SLOT_OVERHEAD_BYTES
     for rank in np.unique(owner[shared]):
         mine = np.flatnonzero(shared & (owner == rank))
         of_rank = row_bytes[mine].astype(np.int64).tolist(), pieces.num_rows[mine].tolist()
         index_bytes = ROW_INDEX_BYTES * int(pieces.num_rows[mine][pieces.tier[mine] == TIERS.index(DISK)].sum())
-        near_rows[mine] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
-    return near_rows
+        cache_rows[mine] = room.storage.allocate_cache_rows(*of_rank, room.default_share, index_bytes=index_bytes)
+    return cache_rows

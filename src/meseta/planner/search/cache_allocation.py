@@ -36,7 +36,7 @@ def allocate_cache_rows(
 ) -> Plan:
     """A given plan, with near rows for the pieces in tiers 'cached' and 'disk' that it says nothing of.
 
-    `storage.near_bytes` of the run are shared out on each rank; where there are none, what is advised. A plan stays as
+    `storage.cache_bytes` of the run are shared out on each rank; where there are none, what is advised. A plan stays as
     it is where nothing is known of how soon rows of such pieces come again: storage gives them room by their bytes.
     """
     known = {feature.table for feature in workload.features if workload.load(feature).reuse is not None}
@@ -46,22 +46,26 @@ def allocate_cache_rows(
     if not any(shard.table in known for shard in shards):
         return plan
     near = CacheAllocator(plan, loads or WorkloadLoads(workload), topology, cost_model, run)
-    near_bytes = None if run is None or run.storage is None else run.storage.cache_bytes
-    return near.allocate(near.recommended_bytes if near_bytes is None else np.full(near.num_groups, float(near_bytes)))
+    cache_bytes = None if run is None or run.storage is None else run.storage.cache_bytes
+    return near.allocate(
+        near.recommended_bytes if cache_bytes is None else np.full(near.num_groups, float(cache_bytes))
+    )
 
 
 def reallocate_cache_rows(
     plan: Plan, loads: WorkloadLoads, topology: Topology, cost_model: CostModel, run: RunBytes | None = None
 ) -> Plan:
     """The same of a plan of the planner, whose near rows are those of the search: in the room that is left, of which a
-    run takes `storage.near_bytes`, or what is advised."""
+    run takes `storage.cache_bytes`, or what is advised."""
     near = CacheAllocator(without_cache_rows(plan), loads, topology, cost_model, run)
     if not near.num_groups:
         return plan
     if run is None or run.storage is None:
         return near.allocate(near.max_cache_bytes)
-    near_bytes = run.storage.cache_bytes
-    return near.allocate(near.recommended_bytes if near_bytes is None else np.minimum(near_bytes, near.max_cache_bytes))
+    cache_bytes = run.storage.cache_bytes
+    return near.allocate(
+        near.recommended_bytes if cache_bytes is None else np.minimum(cache_bytes, near.max_cache_bytes)
+    )
 
 
 def without_cache_rows(plan: Plan) -> Plan:
@@ -253,11 +257,11 @@ def _is_offloaded(shard: Shard) -> bool:
     return TIERS.index(shard.tier) in OFFLOADED_TIER_INDICES
 
 
-def _with_cache_rows(plan: Plan, near_rows: Iterator[int]) -> Plan:
+def _with_cache_rows(plan: Plan, cache_rows: Iterator[int]) -> Plan:
     """The plan with so many near rows for each piece that has them apart: 0 says nothing, -1 leaves what it says."""
 
     def changed(shard: Shard) -> Shard:
-        count = next(near_rows) if _is_offloaded(shard) else -1
+        count = next(cache_rows) if _is_offloaded(shard) else -1
         return shard if count < 0 else replace(shard, cache_rows=count or None)
 
     entries = (replace(entry, shards=tuple(map(changed, entry.shards))) for entry in plan.tables)

@@ -73,7 +73,7 @@ def make_table_plan(
     scheme: ShardingScheme,
     ranks: Sequence[int] | Ints,
     num_ranks: int,
-    near_rows: Sequence[int] | Ints,
+    cache_rows: Sequence[int] | Ints,
 ) -> TablePlan:
     """The pieces of a table on `ranks`, one for each piece, with so many rows that lie near (0: they are not apart),
     and its replicas on all ranks."""
@@ -81,7 +81,7 @@ def make_table_plan(
     replicated = table.num_embeddings if scheme.sharding_type is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
     pieces = scheme.shard_rectangles(table.num_embeddings, dim).tolist()
-    for (first, last, left, right), rank, near in zip(pieces, ranks, near_rows, strict=True):
+    for (first, last, left, right), rank, near in zip(pieces, ranks, cache_rows, strict=True):
         place = {"rows": (first, last), "columns": (left, right), "ranks": (int(rank),)}
         shards.append(Shard(table=table.name, **place, tier=scheme.tier, cache_rows=int(near) or None))
     shards.sort(key=lambda shard: (shard.rows, shard.columns))

@@ -115,7 +115,7 @@ def run_bytes(
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     ahead = _max_rows_read_ahead(config, dataset, num_ranks)
-    is_stale, overlaps = bool(config.pipeline.stale), num_ranks > 1 and config.pipeline.overlap != "off"
+    is_stale, overlaps = bool(config.pipeline.staleness), num_ranks > 1 and config.pipeline.overlap != "off"
     if overlaps or is_stale:  # the batch whose ids travel ahead, and those that come
         ahead += 2 * batch_size
     scored = -(-train.eval_batch_size // num_ranks)

@@ -130,7 +130,7 @@ class RunPlanner:
     def _with_cache_rows(self, plan: Plan) -> Plan:
         """A plan that was made before, with near rows where it says nothing of them and they can be told. Collective.
 
-        What is shared out is `storage.near_bytes`, else what is advised, see `meseta.planner.search.cache_allocation`.
+        What is shared out is `storage.cache_bytes`, else what is advised, see `meseta.planner.search.cache_allocation`.
         """
         if not plan.has_offloaded_tables:
             return plan

@@ -233,13 +233,13 @@ class ServedRows:
         asked: EpochRequest,
         dispatcher: DispatcherClient,
         waits: WaitTracker,
-        give_up_s: float,
+        reader_timeout_s: float,
         next_epoch: Callable[[], ServedRows] | None = None,
     ) -> None:
         """`next_epoch` makes the rows of the epoch that follows, which are asked for ahead too; None: there is none."""
         self._order, self._slicer, self._request = order, cut, asked
         self._dispatcher = dispatcher
-        self._waits, self._reader_timeout_s = waits, give_up_s
+        self._waits, self._reader_timeout_s = waits, reader_timeout_s
         self._windows: dict[int, PendingWindow] = {}
         self._next_window = order.find_window(asked.first_row)
         self._next_epoch = next_epoch
@@ -394,8 +394,8 @@ class ServedRows:
 class _WindowWait:
     """How long rows of a window are waited for, and why."""
 
-    def __init__(self, window: int, give_up_s: float) -> None:
-        self._window, self._reader_timeout_s = window, give_up_s
+    def __init__(self, window: int, reader_timeout_s: float) -> None:
+        self._window, self._reader_timeout_s = window, reader_timeout_s
         self._start_s = self._last_log_s = self._last_change_s = time.monotonic()
 
     def report_or_raise(self, why: str) -> None:
