@@ -36,7 +36,7 @@ MIXED: tuple[Overlap, ...] = ("ids", "gradients", "agree")
 
 
 def make_model(
-    exchange: Literal["flat", "two_level"], comm: Communication, options: MLPOptions | None = None
+    exchange: Literal["flat", "hierarchical"], comm: Communication, options: MLPOptions | None = None
 ) -> tuple[Any, World]:
     world = World.current()
     spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
@@ -92,7 +92,7 @@ def make_pipeline(model: Any, world: World, overlap: tuple[Overlap, ...], accumu
 
 
 def train(
-    exchange: Literal["flat", "two_level"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
+    exchange: Literal["flat", "hierarchical"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
 ) -> tuple[int, list[float], list[tuple[float, ...]]]:
     """Checksum, losses and votes of a few steps, with rates that change, and dense sums in several buckets; run on
     every rank."""
@@ -134,7 +134,7 @@ PRECISIONS = {
 }
 
 
-MATRIX = product(size=[2, 4, 8], exchange=["flat", "two_level"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
+MATRIX = product(size=[2, 4, 8], exchange=["flat", "hierarchical"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
 
 
 @pytest.mark.parametrize("case", sample(MATRIX, 2, seed=153))
@@ -176,7 +176,7 @@ def test_dense_sums_begin_inside_the_backward_pass(ranks: Ranks) -> None:
 
 def leave_early(overlap: tuple[Overlap, ...]) -> tuple[int, int]:
     """Two steps of a longer loop, then one batch alone: checksums after each."""
-    model, world = make_model("two_level", Communication())
+    model, world = make_model("hierarchical", Communication())
     pipeline = make_pipeline(model, world, overlap)
     with closing(pipeline.steps(slices(world, SIZES))) as steps:
         for _ in range(2):
@@ -256,7 +256,7 @@ def test_a_bad_batch_is_told_at_its_step_on_all_ranks(
 
 def own_loop(hides: bool, passed_over: bool, left_at: int | None) -> tuple[int, list[float]]:
     """A loop of one's own, with and without `meseta.ahead`; checksum and losses."""
-    model, world = make_model("two_level", Communication())
+    model, world = make_model("hierarchical", Communication())
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
     batches: Any = slices(world, SIZES)
     for number, batch in enumerate(meseta.ahead(batches, model) if hides else batches):
@@ -349,7 +349,7 @@ def test_one_rank_hides_nothing_and_says_so() -> None:
     with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' cannot be: one rank sends nothing"):
         choose_overlap(["ids"], model, World.single())
     two = World(rank=0, size=2, device=torch.device("cpu"))
-    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).left_out["answers"]
-    with pytest.raises(MesetaError, match="'answers' cannot be: OwnScore"):
-        choose_overlap(["answers"], model, two)
-    assert "answers" not in choose_overlap("auto", model, two, accumulate_steps=2).left_out
+    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).left_out["embeddings"]
+    with pytest.raises(MesetaError, match="'embeddings' cannot be: OwnScore"):
+        choose_overlap(["embeddings"], model, two)
+    assert "embeddings" not in choose_overlap("auto", model, two, accumulate_steps=2).left_out

@@ -46,7 +46,7 @@ def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
     kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
     scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], **kinds)
     if cell["optimizer"] < "l":
-        scenario = scenario.but(exchange="two_level")
+        scenario = scenario.but(exchange="hierarchical")
     if cell["dtype"] == "float32" and cell["tier"] == "disk":
         scenario = scenario.but(comm=Communication(precision="int8"))
     size = 2 if cell["sharding"] in ("mixed", "row_wise") else 4

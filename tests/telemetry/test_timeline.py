@@ -55,7 +55,7 @@ transfers = st.lists(
         lambda name, begin, length, waited: TransferSpan(
             name, 0, 1, 8.0, 16.0, begin / 1e9, (begin + length) / 1e9, min(waited, length) / 1e9
         ),
-        st.sampled_from(["ids", "answers", "dense"]),
+        st.sampled_from(["ids", "embeddings", "dense"]),
         st.integers(0, LENGTH),
         st.integers(0, LENGTH),
         st.integers(0, LENGTH),

@@ -42,13 +42,13 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     document = json.loads((finished / "summary.json").read_text())
     one, two = ({"num_times": 1, "inside_bytes": size, "across_bytes": 4e3, "seconds": 2e-3, "waited_s": 1e-3}
                 for size in (1e3, 3e3))  # fmt: skip
-    document["transfers_by_rank"] = [{"ids": one, "answers": one}, {"ids": two, "answers": two}]
+    document["transfers_by_rank"] = [{"ids": one, "embeddings": one}, {"ids": two, "embeddings": two}]
     document["predicted"]["transfers_by_rank"] = [{"ids": two, "dense": one}, {"ids": two, "dense": two}]
     (tmp_path / "summary.json").write_text(json.dumps(document))
     found = {one.name: one for one in compare_transfers(read_summary(tmp_path))}
-    assert [*found] == ["ids", "dense", "answers"]
+    assert [*found] == ["ids", "dense", "embeddings"]
     assert (found["ids"].predicted.inside_bytes, found["ids"].measured.inside_bytes) == (3e3, 2e3)
-    assert found["dense"].measured.seconds == 0.0 and found["answers"].predicted.across_bytes == 0.0
+    assert found["dense"].measured.seconds == 0.0 and found["embeddings"].predicted.across_bytes == 0.0
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
     assert row == ["ids", "2", "2", "1", "1", "3", "2", "4", "4"]

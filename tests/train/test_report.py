@@ -485,7 +485,7 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     ]
     assert "Hidden behind" not in page
     summary = json.loads((run / "summary.json").read_text())
-    summary["overlap"] = {"hidden": ["ids", "agree"], "left_out": {"answers": "MMoE computes nothing"}}
+    summary["overlap"] = {"hidden": ["ids", "agree"], "left_out": {"embeddings": "MMoE computes nothing"}}
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page

@@ -11,7 +11,7 @@ changes no bit of it; and neither do the bounds of pieces. Of a buffer on two ho
                  added, and back to all
 
     two_level    inside a host              |   a   |   b   |   each from the two ranks of the host
-                 among twins                | a | a'|           host sums from the two ranks at this place ("twins"),
+                 among twins                | a | a'|           host sums from the two ranks at this place ("cross_host"),
                  or along a chain                               or handed on from host to host
                  inside a host, back        |   a   |   b   |
 

@@ -104,7 +104,7 @@ class World:
     """Process group of torch.distributed; None: the one that `current` began."""
     plan_ranks_per_host: int | None = None
     """Ranks of a host, where a plan says it; None: as they were launched."""
-    sum_algorithm: AllReduceAlgorithm = "twins"
+    sum_algorithm: AllReduceAlgorithm = "cross_host"
     """Over which links sums go."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
     """What this rank has sent."""
@@ -290,7 +290,7 @@ class World:
                 self.rank, peers, name, batch_tag=-buffer.numel(), group=lane.group, announced_peers=known
             )
 
-        path = self.sum_algorithm if coding is None else "twins"  # what is never encoded goes the same way
+        path = self.sum_algorithm if coding is None else "cross_host"  # what is never encoded goes the same way
         sums = OrderedSum(self.rank, self.size, self.ranks_per_host, path, begin, lane.scratch, coding)
         return lane.submit(lambda: add_up(sums), in_background=in_background and on_cpu)
 
@@ -375,7 +375,7 @@ class World:
         per_host, across = self.ranks_per_host, float(tensor.nbytes)
         near, far = traffic_factors(way, self.size, per_host)
         if way == "sum":
-            path = self.sum_algorithm if coding is None else "twins"
+            path = self.sum_algorithm if coding is None else "cross_host"
             near, far = all_reduce_traffic_factors(path, self.size, per_host, self.rank // per_host)
         if coding is not None:
             across += coding.encoded_bytes(coding.num_encoded) - coding.num_encoded * tensor.element_size()

@@ -381,7 +381,7 @@ class CommConfig(Section):
 
 class PipelineConfig(Section):
     overlap: Literal["auto", "off"] | list[Overlap] = "auto"
-    """What travels between ranks while they compute, of ids, answers, gradients, dense and agree, see
+    """What travels between ranks while they compute, of ids, embeddings, gradients, dense and agree, see
     docs/pipeline.md; no number depends on it. 'auto': all that can."""
 
     staleness: Literal[0, 1] = 0

@@ -42,7 +42,7 @@ NO_BACKWARD = -1
 
 
 class OptimizerInBackward(torch.autograd.Function):
-    """Gives out `answers` forward and runs `update` backward; tables have no gradient tensor and autograd does not see
+    """Gives out `embeddings` forward and runs `update` backward; tables have no gradient tensor and autograd does not see
     them.
 
     `update` returns the gradient of each tensor of `weights`, the weights of ids, or None for it.

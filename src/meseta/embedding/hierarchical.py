@@ -88,7 +88,7 @@ class HierarchicalExchange:
             send[mate] = len(self.cross_host_peers) * self.num_rank_counts[mate]
             receive[mate] = len(self.cross_host_peers) * self.num_rank_counts[self._world.rank]
         scope = ExchangeScope(self.host_ranks, self._tables)
-        return self._world.all_to_all(told[self._gather_index], send, receive, "counts inside", scope=scope)
+        return self._world.all_to_all(told[self._gather_index], send, receive, "counts intra-host", scope=scope)
 
     def forward_ids_within_host(self, x: InputDist, weights: bool = False) -> PendingCollective:
         """Wait for the ids of twins (their weights), and begin to give each rank of the host those of its routes."""
@@ -111,7 +111,7 @@ class HierarchicalExchange:
             twins = self._routing.cross_host_peers(mate)
             k = 0 if weights else len(routes[self._world.rank])
             receive[mate] = sum(k * x.batch_size_per_rank[twin] + sum(x.ids_per_route.served[twin]) for twin in twins)
-        name = "weights inside" if weights else "ids inside"
+        name = "weights intra-host" if weights else "ids intra-host"
         packed = permute_segments(pending.wait(), sizes, order)
         return self._world.all_to_all(
             packed, send, receive, name, scope=ExchangeScope(self.host_ranks, self._tables, x.batch_tag)
@@ -162,7 +162,7 @@ def send_to_cross_host_peers(
             [routing.cross_host_message(host, x.batch_size_per_rank[twin], x.rows_per_route.forwarded.get(twin, {}))]
         )
         [receive[twin]] = wire.message_sizes([message])
-    pending = world.all_to_all(packed, send, receive, "whole bags", scope=ExchangeScope(twins, tables, x.batch_tag))
+    pending = world.all_to_all(packed, send, receive, "embeddings inter-host", scope=ExchangeScope(twins, tables, x.batch_tag))
 
     def take() -> InterHostEmbeddings:
         bags, direct, rows = list[Tensor](), dict[int, Tensor](), RouteRows()
@@ -227,7 +227,7 @@ def send_gradients_to_cross_host_peers(
         )
         [receive[twin]] = wire.message_sizes([messages[h]])
     scope = ExchangeScope(twins, batch_tag=x.batch_tag)
-    pending = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope)
+    pending = world.all_to_all(buffer, send, receive, "gradients inter-host", scope=scope)
 
     def take() -> InterHostGradients:
         received, bags = (

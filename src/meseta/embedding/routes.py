@@ -68,7 +68,7 @@ class Routing:
         partial bags   0 -> 1, 1 -> 1    2 -> 3, 3 -> 3    in each host, to the rank with the place that 3 has in its
         whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the rank that asked
 
-    With exchange 'two_level' all bags and rows go so, added up or as they are, and ids there (the transform of arXiv
+    With exchange 'hierarchical' all bags and rows go so, added up or as they are, and ids there (the transform of arXiv
     2403.00877, section 3.1, that keeps what a model computes). Between hosts a rank then meets its twins alone, and an
     id that several ranks of a host need crosses once. The ids of the same bag:
 

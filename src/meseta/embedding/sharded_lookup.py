@@ -320,7 +320,7 @@ class ShardedLookup:
         scope = ExchangeScope(
             None if self._hierarchical is None else self._hierarchical.host_ranks, self.tables, x.batch_tag
         )
-        return self.world.all_to_all(send, wire.message_sizes(messages), expected, "answers", scope=scope)
+        return self.world.all_to_all(send, wire.message_sizes(messages), expected, "embeddings", scope=scope)
 
     def _lookup_rows(self, x: InputDist, owned: OwnedIds, wire: MessageFormat) -> list[tuple[Tensor, ...]]:
         """Of each route that is not pooled: the rows for each rank, [rows, columns], as they are written."""

@@ -56,7 +56,7 @@ def predict_overlap(
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
         if find_dense_forward(model) is None and accumulate_steps == 1:
-            reasons["answers"] = (
+            reasons["embeddings"] = (
                 f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `forward_dense`), "
                 f"and "
                 "there are no micro-batches"

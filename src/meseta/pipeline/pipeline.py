@@ -242,7 +242,7 @@ class Pipeline:
         if not self._has_pending_dense_update:
             return
         self._has_pending_dense_update = False
-        with self.stage_times.stage("update"):
+        with self.stage_times.stage("dense_update"):
             if self._dense_gradients is not None:
                 self._dense_gradients.finish()
             if self.clip is not None and not self.clip.includes_rows:  # else it was called in the backward pass
@@ -413,7 +413,7 @@ class Pipeline:
                     self._lookup(part)
                     if index == 0:
                         self._fill_queue(batches)
-                    if "answers" in self.overlap:
+                    if "embeddings" in self.overlap:
                         self.model.embeddings.start_second_hop(part.context)
                     if index == 0:
                         self._finish_dense_update()
@@ -469,7 +469,7 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of a micro-batch and sums of its losses, see BatchLosses; `following` is looked up meanwhile."""
         embeddings, stage, batch = self.model.embeddings, self.stage_times.stage, part.device_batch
-        hides = "answers" in self.overlap
+        hides = "embeddings" in self.overlap
         with embeddings.active_batch(part.context):
             dense: Any = batch.dense
             if hides and self._forward_dense is not None:

@@ -46,7 +46,7 @@ class PrefetchedEmbeddings:
             width = tensor.shape[1] if tensor.dim() == 2 else 1
             send = [tensor.numel(), *[0] * (world.size - 1)]
             receive = [size * width if world.rank == 0 else 0 for size in sizes]
-            came = world.all_to_all(tensor.reshape(-1), send, receive, "carried answers").wait()
+            came = world.all_to_all(tensor.reshape(-1), send, receive, "prefetched embeddings").wait()
             return came.view(-1, *tensor.shape[1:])
 
         pooled_of_all, ids_of_all = whole(mine.pooled), whole(mine.id_digests)

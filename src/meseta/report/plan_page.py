@@ -17,7 +17,7 @@ from meseta.report.charts.markup import escape, table, tag
 from meseta.report.charts.plan_treemap import plan_treemap
 from meseta.report.document import html_document
 from meseta.report.stages import stage_css_class
-from meseta.spec.stages import STEP_COMPONENT_LABELS, STEP_COMPONENTS, StepComponent, component_stages
+from meseta.spec.stages import STEP_COMPONENTS, StepComponent, component_stages
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.telemetry.formatting import format_bytes, format_count, format_percent, format_quantity, format_si
 
@@ -78,7 +78,7 @@ def _legend() -> str:
     return tag(
         "p",
         *(
-            tag("span", class_=f"swatch {_component_css_class(name)}") + escape(f"{STEP_COMPONENT_LABELS[name]} ")
+            tag("span", class_=f"swatch {_component_css_class(name)}") + escape(f"{name} ")
             for name in STEP_COMPONENTS
         ),
     )
@@ -90,7 +90,7 @@ def _times_chart(planned: PlanResult, ranks: Sequence[int]) -> str:
         (
             f"rank {rank}",
             [
-                (STEP_COMPONENT_LABELS[name], _component_css_class(name), 1e3 * float(seconds[name][rank]))
+                (name, _component_css_class(name), 1e3 * float(seconds[name][rank]))
                 for name in STEP_COMPONENTS
             ],
         )

@@ -139,7 +139,7 @@ class Plan:
     """Algorithm for exchanging ids, embeddings and their gradients. `None` means `flat`, unless the run chooses another
     one."""
     dense_exchange: CrossHostAlgorithm | None = None
-    """Inter-host algorithm of all-reduces, used with exchange `two_level` or a codec. `None` means `twins`."""
+    """Inter-host algorithm of all-reduces, used with exchange `hierarchical` or a codec. `None` means `cross_host`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
@@ -165,7 +165,7 @@ class Plan:
     @property
     def is_hierarchical(self) -> bool:
         """Whether the exchange is hierarchical. `False` on a single host, or with one rank per host."""
-        return self.exchange == "two_level" and 1 < self.ranks_per_host < self.num_ranks
+        return self.exchange == "hierarchical" and 1 < self.ranks_per_host < self.num_ranks
 
     @property
     def ranks_per_host(self) -> int:

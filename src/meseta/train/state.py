@@ -139,14 +139,14 @@ def sum_out_of_range_ids(features: Sequence[FeatureSpec], counts: Tensor | None,
     without any are left out. `counts` [F] are this rank's, None before any batch. Collective."""
     if counts is None:
         counts = torch.zeros(len(features), dtype=torch.int64, device=world.device)
-    total = world.all_reduce_small(counts, "ids outside").tolist()
+    total = world.all_reduce_small(counts, "out-of-range ids").tolist()
     return {feature.name: count for feature, count in zip(features, total, strict=True) if count}
 
 
 def sum_clamped(clamped: Tensor | None, world: World) -> int | None:
     """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so.
     `clamped` [1] are this rank's. Collective."""
-    return None if clamped is None else int(world.all_reduce_small(clamped, "numbers clamped"))
+    return None if clamped is None else int(world.all_reduce_small(clamped, "clamped elements"))
 
 
 def restore(

@@ -51,7 +51,7 @@ class Collective:
         latency_s = call_seconds(self, (inside, across), topology, bool(far.any()))
         if self.algorithm == "chain":
             far = np.full(ranks, far.max() * chain_factor(topology.num_hosts))
-        spent = near + far if self.algorithm in ("twins", "chain") else np.maximum(near, far)
+        spent = near + far if self.algorithm in ("cross_host", "chain") else np.maximum(near, far)
         return spent + self.num_calls * latency_s
 
 
@@ -73,7 +73,7 @@ def call_seconds(call: CollectiveCall, both: tuple[Link, Link], topology: Topolo
     sum goes by host, and what its peers take. `is_far`: whether it sends anything to other hosts."""
     (inside, across), (mates, far_peers) = both, call.num_peers
     spent = mates * inside.peer_s + far_peers * across.peer_s
-    if call.algorithm in ("twins", "chain"):
+    if call.algorithm in ("cross_host", "chain"):
         steps = topology.num_hosts - 2 + NUM_CHAIN_CHUNKS if call.algorithm == "chain" else 1
         return spent + (inside.latency_s if mates else 0.0) + steps * across.latency_s
     return spent + (across.latency_s if is_far else inside.latency_s)

@@ -265,14 +265,14 @@ def received_bytes(
     itself, so that it does not matter which pieces a host has: an upper estimate."""
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
-    answers = shard_transfer_bytes(transfers, ["answers"], load, cut, num_ranks)
-    relayed = [*FORWARDED_TRANSFERS, "whole bags"] if any(one.name in FORWARDED_TRANSFERS for one in transfers) else []
-    for part in (part for one in transfers if one.name in ("answers", *relayed) for part in one.parts):
+    answers = shard_transfer_bytes(transfers, ["embeddings"], load, cut, num_ranks)
+    relayed = [*FORWARDED_TRANSFERS, "embeddings inter-host"] if any(one.name in FORWARDED_TRANSFERS for one in transfers) else []
+    for part in (part for one in transfers if one.name in ("embeddings", *relayed) for part in one.parts):
         if not part.codec.is_lossless:
             answers = answers + load.element_bytes * count_items(part.unit, load, cut, num_ranks)
     if relayed:
         ids = ids + shard_transfer_bytes(transfers, FORWARDED_TRANSFERS, load, cut, num_ranks)
-        answers = answers + shard_transfer_bytes(transfers, ["whole bags"], load, cut, num_ranks)
+        answers = answers + shard_transfer_bytes(transfers, ["embeddings inter-host"], load, cut, num_ranks)
     return ids, answers
 
 

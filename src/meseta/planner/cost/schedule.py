@@ -5,7 +5,7 @@ A rank does one thing after the other: it computes, begins a transfer, waits for
 in which they begin; sums of what every rank has alike let those pass that are waited for at once. From step to step
 this repeats itself, so a step takes as long as the longest cycle through it: its seconds over the steps that it spans
 (F. Baccelli, G. Cohen, G. J. Olsder and J.-P. Quadrat, "Synchronization and Linearity", Wiley 1992, section 2.5). With
-`answers` and `ids`, of one host:
+`embeddings` and `ids`, of one host:
 
     rank   lookup | before | score | back of score | back of before | update | lookup ...
     link     answers, counts | ids ................| gradients .....|..dense ........
@@ -28,10 +28,10 @@ from meseta.planner.cost.reuse import Floats
 from meseta.spec.stages import Overlap
 from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
-ComputeOp = Literal["lookup", "update", "before", "score", "back of score", "back of before"]
+ComputeOp = Literal["lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward"]
 """What a rank computes in a step: `forward_dense` needs dense inputs alone."""
-COMPUTE_OPS: tuple[ComputeOp, ...] = ("lookup", "update", "before", "score", "back of score", "back of before")
-EMBEDDINGS, HOST_POOLED_BAGS = "answers", "whole bags"
+COMPUTE_OPS: tuple[ComputeOp, ...] = ("lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward")
+EMBEDDINGS, HOST_POOLED_BAGS = "embeddings", "embeddings inter-host"
 ALL_REDUCES = ("replicas", "dense")
 """Transfers of the lane of sums, which let others pass."""
 PACKING_PREFIX = "packing of "
@@ -108,12 +108,12 @@ class _ProgramBuilder:
             for part in range(self.num_micro_batches):
                 self.start("counts", part, self.micro_batch_share)
         for part in range(self.num_micro_batches):
-            if part == 0 or "answers" not in self.overlapped:
+            if part == 0 or "embeddings" not in self.overlapped:
                 self.lookup(part)
             if part == 0 and "ids" in self.overlapped:
                 self.start("label weights")
                 self.start("counts")
-            if "answers" in self.overlapped and self.reduces_across_hosts:
+            if "embeddings" in self.overlapped and self.reduces_across_hosts:
                 self.start_second_hop(part)
             if part == 0 and "dense" in self.overlapped:
                 self.synchronize()
@@ -159,8 +159,8 @@ class _ProgramBuilder:
 
     def score(self, part: int) -> None:
         """`Pipeline._score`."""
-        if "answers" in self.overlapped:
-            self.compute("before", self.micro_batch_share)
+        if "embeddings" in self.overlapped:
+            self.compute("dense_only", self.micro_batch_share)
         elif self.reduces_across_hosts:
             self.start_second_hop(part)
         self.wait(HOST_POOLED_BAGS if self.reduces_across_hosts else EMBEDDINGS, part)
@@ -170,10 +170,10 @@ class _ProgramBuilder:
                 self.start_and_wait("counts" + INTRA_HOST_SUFFIX)
             for number, share in self.id_instances():
                 self.start("ids", number, share)
-        if "answers" in self.overlapped and part + 1 < self.num_micro_batches:
+        if "embeddings" in self.overlapped and part + 1 < self.num_micro_batches:
             self.lookup(part + 1)
-        if "answers" not in self.overlapped:
-            self.compute("before", self.micro_batch_share)
+        if "embeddings" not in self.overlapped:
+            self.compute("dense_only", self.micro_batch_share)
         if part == 0:
             self.wait("label weights")
         self.compute("score", self.micro_batch_share)
@@ -200,7 +200,7 @@ class _ProgramBuilder:
             self.finish_gradient_dist([part])
             if is_last:
                 self.update()
-        self.compute("back of before", self.micro_batch_share)
+        self.compute("dense_only backward", self.micro_batch_share)
         if is_last:
             self.start("dense")
             if "dense" not in self.overlapped:
@@ -219,7 +219,7 @@ class _ProgramBuilder:
     def update(self) -> None:
         if "agree" in self.overlapped:
             self.wait("agree")
-        self.compute("update")
+        self.compute("table_update")
         self.start_and_wait("row statistics")
         self.wait("replicas")
 

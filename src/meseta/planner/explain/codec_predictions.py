@@ -67,9 +67,9 @@ def _predict_codec(
 
 def _with_exchange(plan: Plan, comm: Communication, exchange: ExchangeAlgorithm | None) -> Plan:
     """The plan by another way; a chain of hosts is for sums that no codec writes."""
-    path = plan.dense_exchange or "twins" if exchange == "two_level" else None
+    path = plan.dense_exchange or "cross_host" if exchange == "hierarchical" else None
     if path == "chain" and not comm.is_lossless:
-        path = "twins"
+        path = "cross_host"
     return replace(plan, exchange=exchange, dense_exchange=path)
 
 

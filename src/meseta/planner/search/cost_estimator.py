@@ -53,10 +53,10 @@ from meseta.spec.codecs import (
 from meseta.spec.tiers import MEMORIES
 from meseta.spec.transfer import GRADIENT_TRANSFERS, ROW_STATISTICS, TrafficUnit, Transfer, TransferPart, step_transfers
 
-COST_COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
-"""What every rank does in step with the others; the slowest ends it. With two levels 'answers' are the ids that cross
+COST_COMPONENTS = ("compute", "ids", "embeddings", "partial bags", "summed bags", "row statistics")
+"""What every rank does in step with the others; the slowest ends it. With two levels 'embeddings' are the ids that cross
 hosts, since all bags and rows are of the two behind it."""
-OPTIONAL_COSTS = ("partial bags", "row statistics", "replicas", "owners", "answers")
+OPTIONAL_COSTS = ("partial bags", "row statistics", "replicas", "owners", "embeddings")
 """What takes place only where some table needs it: collectives, calls, and bytes between hosts in those that all steps
 have."""
 NUM_AVOIDABLE = 3
@@ -141,7 +141,7 @@ class ShardCostEstimator:
         ranks, per_host = topology.num_ranks, topology.devices_per_host
         self.transfers = step_transfers(loads.workload, None, ranks, per_host, *algorithms)
         """All that a plan may need."""
-        self.is_hierarchical = algorithms[0] == "two_level" and 1 < per_host < ranks
+        self.is_hierarchical = algorithms[0] == "hierarchical" and 1 < per_host < ranks
         self.schedules = overlap_schedules(loads.workload, self.transfers, self.is_hierarchical)
         """Where something is hidden: of a step, and of one that uses more; with what of USES each needs."""
         self.components = COST_COMPONENTS if self.schedules is None else overlap_components(self.transfers)
@@ -227,7 +227,7 @@ class ShardCostEstimator:
     def _component(self, transfer: Transfer, way: CollectiveKind) -> int:
         if transfer.component != "input_dist":
             return _COMPONENT_INDEX[way]
-        return COST_COMPONENTS.index("answers" if self.is_hierarchical and way == "hosts" else "ids")
+        return COST_COMPONENTS.index("embeddings" if self.is_hierarchical and way == "hosts" else "ids")
 
     def _set_compute_seconds(self, found: Floats, both: tuple[Floats, Floats]) -> None:
         """Seconds of lookup and of update, [n] each, into components [n, K]."""
@@ -416,7 +416,7 @@ class ShardCostEstimator:
         near_s, far_s = near / inside.bytes_per_s, far / across.bytes_per_s
         if transfer.algorithm == "chain":
             far_s = far_s * chain_factor(hosts)
-        spent = near_s + far_s if transfer.algorithm in ("twins", "chain") else np.maximum(near_s, far_s)
+        spent = near_s + far_s if transfer.algorithm in ("cross_host", "chain") else np.maximum(near_s, far_s)
         return np.asarray(spent), np.asarray(2 * (near + far) * self._copy_byte_s), np.asarray(codec_s)
 
     def optional_costs(self, cuts: ShardPartitioning, pieces: ShardArrays) -> Ints:
@@ -437,10 +437,10 @@ class ShardCostEstimator:
         """The same, of each use by the names of a schedule."""
         lookup_s, update_s = self.cost_model.lookup.call_s, self.cost_model.update.call_s
         found: dict[str, dict[str, float]] = {name: {} for name in OPTIONAL_COSTS}
-        found["owners"] = {"lookup": lookup_s, "update": update_s}
+        found["owners"] = {"lookup": lookup_s, "table_update": update_s}
         if self.topology.num_ranks == 1:
             return found
-        found["replicas"] = {"update": 2 * update_s, "lookup": lookup_s}
+        found["replicas"] = {"table_update": 2 * update_s, "lookup": lookup_s}
 
         def add(use: str, transfer: Transfer, seconds: float) -> None:
             name = MERGED_TRANSFERS.get(transfer.name, transfer.name)
@@ -453,7 +453,7 @@ class ShardCostEstimator:
             elif transfer.depends_on_plan and not self._is_unconditional(transfer):
                 add("partial bags", transfer, far_s)
             elif transfer.depends_on_plan and not any(part.unit in PAIR_ITEMS for part in transfer.parts):
-                use = "owners" if transfer.component == "input_dist" else "answers"
+                use = "owners" if transfer.component == "input_dist" else "embeddings"
                 add(use, transfer, far_s - self._min_call_s(transfer))
         return found
 

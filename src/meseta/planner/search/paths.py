@@ -16,7 +16,7 @@ import numpy as np
 from meseta.planner.cost.schedule import Schedule
 from meseta.planner.search.assignment import Floats, Ints, Mask, StepPaths
 
-COMPUTE_COMPONENTS = ("compute", "lookup", "update")
+COMPUTE_COMPONENTS = ("compute", "lookup", "table_update")
 """The first components: of each rank lookup and update together, and each by itself, of which a path has one."""
 MAX_UNITS_WIDE_SAMPLING = 300
 """Of more, durations are known well, and paths cost time: they are looked for near what is expected."""
@@ -89,7 +89,7 @@ def _longest_paths(
     _, found = schedule.longest_cycle(seconds)
     found = np.unique(found.round(9), axis=0)
     coefs = found @ of_component
-    lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "update"))
+    lookup, update = (coefs[:, COMPUTE_COMPONENTS.index(name)].copy() for name in ("lookup", "table_update"))
     both = np.minimum(lookup, update)
     coefs[:, : len(COMPUTE_COMPONENTS)] = np.stack([both, lookup - both, update - both], axis=1)
     return coefs, found @ fixed, found @ uses.T, np.tile(needs, (len(found), 1))
