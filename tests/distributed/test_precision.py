@@ -23,13 +23,13 @@ def settled(document: dict[str, Any], processors: list[Processor]) -> str:
     """What dense.dtype comes to on this rank, which has its own of `processors`; or the error."""
     world = World.current()
     module: Any = sys.modules[precision.__name__]
-    before, module.this_processor = module.this_processor, lambda: processors[world.rank]
+    before, module.read_processor = module.read_processor, lambda: processors[world.rank]
     try:
         return precision.resolve_dense_dtype(RunConfig.model_validate(document), world).dense.dtype
     except MesetaError as error:
         return str(error)
     finally:
-        module.this_processor = before
+        module.read_processor = before
 
 
 @pytest.mark.parametrize("slow", [0, 1])

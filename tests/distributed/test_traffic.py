@@ -127,7 +127,7 @@ def count(plan: Any, optimizer: str, weighted: bool, pooling: str) -> Counted:
     assert not counter.calls
     spans: dict[str, float] = {}
     for one in embeddings.world.transfers.recent_spans:
-        spans[one.name] = spans.get(one.name, 0.0) + one.inside_bytes + one.across_bytes
+        spans[one.name] = spans.get(one.name, 0.0) + one.intra_host_bytes + one.inter_host_bytes
     names, sent, _ = counter.counted
     assert sorted(one.name for one in embeddings.world.transfers.recent_spans) == sorted(names)
     assert spans == pytest.approx(sent, rel=1e-6, abs=BOUNDS)
@@ -294,7 +294,7 @@ def test_a_whole_step_sends_what_is_listed(
         named = [own for own in listed if own.name not in OF_TORCH]
         order = list(dict.fromkeys(own.name for own in named))
         assert list(dict.fromkeys(names)) == order
-        assert {n: names.count(n) for n in order} == {n: sum(t.times for t in named if t.name == n) for n in order}
+        assert {n: names.count(n) for n in order} == {n: sum(t.num_calls for t in named if t.name == n) for n in order}
         assert said == {n: float(names.count(n)) for n in order}
         for of_dense in {own.name for own in named if not own.depends_on_plan}:
             parts = [part for own in named if own.name == of_dense for part in own.parts]
@@ -302,7 +302,9 @@ def test_a_whole_step_sends_what_is_listed(
             num_sums = sum(own.name == of_dense for own in named)
             assert sent[of_dense] == pytest.approx(expected, abs=BOUNDS * num_sums), of_dense
         by_torch = [own for own in listed if own.name in OF_TORCH]
-        assert [operation.startswith("all_gather") for operation, _ in calls] == [True] * sum(t.times for t in by_torch)
+        assert [operation.startswith("all_gather") for operation, _ in calls] == [True] * sum(
+            t.num_calls for t in by_torch
+        )
         assert sum(n for _, n in calls) == sum(part.num_bytes for own in by_torch for part in own.parts)
 
 
