@@ -192,7 +192,7 @@ def _measure(training: DlrmWorkload, options: TrainOptions) -> bool:
     seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
     misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
     written = statistics.median(turn.traffic.written_bytes for turn in turns["tiered"])
-    waited = statistics.median(turn.traffic.waited_s / turn.seconds for turn in turns["tiered"])
+    waited = statistics.median(turn.traffic.wait_s / turn.seconds for turn in turns["tiered"])
     by_processor = seconds["resident"] + misses * read_s / threads
     by_disk = misses / reads_per_s
     bound = max(by_processor, by_disk)

@@ -316,7 +316,7 @@ def chosen() -> list[Any]:
     auto = choose_overlap("auto", model, world.with_ranks_per_host(1))
     off = choose_overlap("off", model, world)
     some = choose_overlap(["agree", "ids"], model, world)
-    return [auto.hidden, dict(auto.left_out), off.hidden, some.hidden]
+    return [auto.hidden, dict(auto.excluded), off.hidden, some.hidden]
 
 
 def test_auto_hides_all_that_can_be(ranks: Ranks) -> None:
@@ -327,8 +327,8 @@ def test_auto_reads_no_ids_ahead_where_processors_copy_them() -> None:
     model, _ = make_model("flat", Communication())
     inside = World(rank=0, size=2, device=torch.device("cpu"), plan_ranks_per_host=2)
     auto, asked = choose_overlap("auto", model, inside), choose_overlap(["ids"], model, inside)
-    assert "costs more than it hides" in auto.left_out["ids"] and "ids" not in auto.hidden
-    assert asked.hidden == ("ids",) and not asked.left_out
+    assert "costs more than it hides" in auto.excluded["ids"] and "ids" not in auto.hidden
+    assert asked.hidden == ("ids",) and not asked.excluded
     assert "ids" in choose_overlap("auto", model, inside.with_ranks_per_host(1)).hidden
 
 
@@ -345,11 +345,11 @@ def test_one_rank_hides_nothing_and_says_so() -> None:
         EmbeddingBagCollection(tables, [FeatureSpec(name="f", table="t")]), num_dense=1, bottom_mlp=(2,), top_mlp=(2,)
     )
     alone = choose_overlap("auto", model, World.single())
-    assert alone.hidden == () and set(alone.left_out) == set(OVERLAPS)
+    assert alone.hidden == () and set(alone.excluded) == set(OVERLAPS)
     with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' cannot be: one rank sends nothing"):
         choose_overlap(["ids"], model, World.single())
     two = World(rank=0, size=2, device=torch.device("cpu"))
-    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).left_out["embeddings"]
+    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).excluded["embeddings"]
     with pytest.raises(MesetaError, match="'embeddings' cannot be: OwnScore"):
         choose_overlap(["embeddings"], model, two)
-    assert "embeddings" not in choose_overlap("auto", model, two, accumulate_steps=2).left_out
+    assert "embeddings" not in choose_overlap("auto", model, two, accumulate_steps=2).excluded

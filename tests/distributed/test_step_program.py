@@ -19,8 +19,8 @@ from .pool import RankPool
 from .test_overlap import make_model, make_pipeline, slices
 
 SIZES = [13, 11, 16, 12, 14]
-FLAT = ("counts", "ids", "embeddings", "embeddings inter-host", "agree", "replicas", "gradients", "gradients inter-host",
-        "row statistics", "dense")  # fmt: skip
+FLAT = ("counts", "ids", "embeddings", "embeddings inter-host", "agree", "replicas", "gradients",
+        "gradients inter-host", "row statistics", "dense")  # fmt: skip
 TWO_LEVEL = (*FLAT, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 STEP = 2
 """The one that is looked at; it has others on both sides."""

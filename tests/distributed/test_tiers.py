@@ -116,7 +116,7 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
         assert ("Rows near and far, per step" in (run / "report.html").read_text()) == is_far
         assert all((set(line["row_traffic"]) == set(FAR)) if is_far else "row_traffic" not in line for line in lines)
         for traffic in (own for line in lines if is_far for own in line["row_traffic"].values()):
-            assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["waited_s"] >= 0
+            assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["wait_s"] >= 0
     runs = [run for run in sorted(tmp_path.iterdir()) if run.name != "scratch"]
     first, *others = [(final_checksum(run), without_times(metrics(run))) for run in runs]
     assert all(found == first for found in others)

@@ -261,7 +261,7 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     finally:
         Pipeline._train_step = run  # type: ignore[method-assign]
     [line, *_] = [one for one in trainer.run_dir.lines() if isinstance(one, TrainLine)]
-    said = {name: one.num_times for name, one in line.transfers.items()}
+    said = {name: one.num_calls for name, one in line.transfers.items()}
     return counter.counted, listed, said
 
 

@@ -275,9 +275,9 @@ def test_a_rank_with_rows_near_and_far_pays_for_the_call_once() -> None:
     document = {"tables": {"wide": far, "third": far, "narrow": {"sharding": "table_wise", "ranks": [0]}}}
     plan, topology = Plan.from_dict(document, tables, 2), Topology(devices_per_host=2)
     model = documented_cost_model("cpu")
-    free = replace(model, tiers=replace(model.tiers, near_call_s=0.0))
+    free = replace(model, tiers=replace(model.tiers, cache_call_s=0.0))
     both = [predict(plan, workload(tables), topology, of).seconds["lookup"] for of in (model, free)]
-    assert both[0] - both[1] == pytest.approx([0.0, model.tiers.near_call_s], abs=1e-12)
+    assert both[0] - both[1] == pytest.approx([0.0, model.tiers.cache_call_s], abs=1e-12)
 
 
 @pytest.mark.parametrize("num_rows", [10_000, 30_000])

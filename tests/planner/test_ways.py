@@ -96,7 +96,7 @@ def test_gains_are_predictions_of_the_chosen_plan() -> None:
         < listed["bf16", "flat"].inter_host_bytes
         < listed["fp32", "flat"].inter_host_bytes
     )
-    sent = sum(sum(one.across_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
+    sent = sum(sum(one.inter_host_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
     assert sent == pytest.approx(chosen.inter_host_bytes)
     assert predict_codecs(find_plan(many_ids(2), Topology())) == []
 
@@ -138,7 +138,9 @@ def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> No
         chosen.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json", work.tables, 8) == chosen
     flat, asked = replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="hierarchical"))
-    assert choose_exchange_algorithms(flat, asked, FAR) == replace(plan, exchange="hierarchical", dense_exchange="cross_host")
+    assert choose_exchange_algorithms(flat, asked, FAR) == replace(
+        plan, exchange="hierarchical", dense_exchange="cross_host"
+    )
 
 
 def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_are_fast() -> None:

@@ -289,10 +289,10 @@ def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
         loss_of(made, kjt).backward()
     traffic = made.row_traffic["big"]
     assert traffic.num_rows == sum(map(len, of_big)) and traffic.num_misses == len(np.unique(np.concatenate(of_big)))
-    assert traffic.num_pushed_out == traffic.read_bytes == traffic.written_bytes == 0
+    assert traffic.num_evicted == traffic.read_bytes == traffic.written_bytes == 0
     made.shards[0].snapshot().close()
-    assert made.row_traffic["big"].num_pushed_out == traffic.num_misses
-    assert made.row_traffic["big"].pushed_bytes == traffic.num_misses * 2 * 24 * 4
+    assert made.row_traffic["big"].num_evicted == traffic.num_misses
+    assert made.row_traffic["big"].evicted_bytes == traffic.num_misses * 2 * 24 * 4
 
 
 def test_plans_that_cannot_be_are_named() -> None:

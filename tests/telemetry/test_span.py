@@ -129,7 +129,7 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
                 pass
             raise ValueError("refused")
         times.end_step()
-        with times.stage("update"):
+        with times.stage("dense_update"):
             pass
     spans = times.stop_recording()
     assert spans[:5] == [
@@ -137,7 +137,7 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
         Span("gradient_dist", 0, 5.0, 6.0, 0.0),
         Span("backward", 0, 3.0, 7.0, 1.0),  # 'agree' has raised and counts for nothing
         Span("step", 0, 0.0, 8.0, 5.0),
-        Span("update", 1, 9.0, 10.0, 0.0),
+        Span("dense_update", 1, 9.0, 10.0, 0.0),
     ]
     assert spans[-2] == Span("step", 1, 11.0, 19.0, 5.0)
 

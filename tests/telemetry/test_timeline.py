@@ -150,14 +150,14 @@ def test_transfers_that_overlap_themselves_lie_on_tracks_of_their_own() -> None:
 
 
 def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> None:
-    spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
+    spans = [Span("step", 0, 1.0, 2.0, 0.0), Span("dense_update", 1, 2.25, 2.5, 0.0), Span("step", 1, 3.0, 4.0, 0.0)]
     steps, update, no_stage = make_rank_tracks(2, spans, [], first=100)
     assert [(one.name, one.step) for one in steps.slices] == [
         ("step 101", 101), ("between steps", None), ("step 102", 102)
     ]  # fmt: skip
     timeline = Timeline(101, 102, (RankClock("a", 0.0, 0.0),) * 3, (steps, update, no_stage))
     assert [one.step for one in timeline.steps(2)] == [101, 102] and timeline.steps(0) == []
-    assert (update.name, no_stage.name, len(no_stage.slices)) == ("update", OUTSIDE_STAGES, 2)
+    assert (update.name, no_stage.name, len(no_stage.slices)) == ("dense_update", OUTSIDE_STAGES, 2)
 
 
 def test_a_clock_that_rounds_leaves_no_overlap() -> None:

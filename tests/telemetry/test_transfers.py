@@ -27,9 +27,9 @@ def test_means_are_per_step_since_the_last_call() -> None:
     assert times.pop_means() == {}
     with times.track_step():
         times.add(span(times, "ids", 50.0, 0.0, 2.0))
-    assert times.pop_means()["ids"].inside_bytes == 50.0
-    assert times.lifetime_means()["ids"].inside_bytes == pytest.approx((200 + 600 + 50) / 3)
-    assert times.lifetime_means()["embeddings"].num_times == pytest.approx(2 / 3)
+    assert times.pop_means()["ids"].intra_host_bytes == 50.0
+    assert times.lifetime_means()["ids"].intra_host_bytes == pytest.approx((200 + 600 + 50) / 3)
+    assert times.lifetime_means()["embeddings"].num_calls == pytest.approx(2 / 3)
 
 
 def test_what_is_sent_between_steps_counts_for_no_step() -> None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -105,10 +105,12 @@ def _configure_warnings(*, is_quiet: bool) -> None:
         warnings.simplefilter("ignore", FormerNameWarning)
     format_other = warnings.formatwarning
 
-    def format_warning(message: Warning | str, category: type[Warning], *location: Any) -> str:
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
         if issubclass(category, FormerNameWarning):
             return f"warning: {message}\n"
-        return format_other(message, category, *location)
+        return format_other(message, category, filename, lineno, line)
 
     warnings.formatwarning = format_warning
 

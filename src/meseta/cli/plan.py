@@ -341,10 +341,10 @@ def _print_transfers(console: Console, summary: RunSummary) -> None:
     for one in found:
         both = (one.predicted, one.measured)
         cells = [f"{1e3 * means.seconds:.3g}" for means in both]
-        waits = [f"{1e3 * means.waited_s:.3g}" for means in both]
+        waits = [f"{1e3 * means.wait_s:.3g}" for means in both]
         cells += waits if knows_waits else ["", waits[1]]
-        cells += [f"{means.inside_bytes / 1e3:,.4g}" for means in both]
-        cells += [f"{means.across_bytes / 1e3:,.4g}" for means in both]
+        cells += [f"{means.intra_host_bytes / 1e3:,.4g}" for means in both]
+        cells += [f"{means.inter_host_bytes / 1e3:,.4g}" for means in both]
         table.add_row(one.name, *cells)
     console.print(table)
 

@@ -10,8 +10,8 @@ changes no bit of it; and neither do the bounds of pieces. Of a buffer on two ho
     flat         pieces to their owners     | a | b | c | d |   each from all four ranks
                  added, and back to all
 
-    two_level    inside a host              |   a   |   b   |   each from the two ranks of the host
-                 among twins                | a | a'|           host sums from the two ranks at this place ("cross_host"),
+    hierarchical inside a host              |   a   |   b   |   each from the two ranks of the host
+                 among twins                | a | a'|           host sums of both cross-host peers ("cross_host"),
                  or along a chain                               or handed on from host to host
                  inside a host, back        |   a   |   b   |
 

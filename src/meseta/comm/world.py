@@ -333,7 +333,7 @@ class World:
         return PendingCollective(received=gathered, send=mine, work=work, end_span=end, recording=kept)
 
     def _start_span(
-        self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None
+        self, name: str, intra_host_bytes: float, inter_host_bytes: float, num_peers: int | None = None
     ) -> Callable[[float, float | None], None]:
         """Begin a span of a transfer with so many other ranks, all where None; what is returned ends it."""
         begin_s, transfers = time.perf_counter(), self.transfers
@@ -342,7 +342,7 @@ class World:
         def end(start_s: float, done_s: float | None) -> None:
             done_s = time.perf_counter() if done_s is None else done_s
             waited_s = max(done_s - start_s, 0.0)
-            span = TransferSpan(name, step, peers, inside_bytes, across_bytes, begin_s, done_s, waited_s)
+            span = TransferSpan(name, step, peers, intra_host_bytes, inter_host_bytes, begin_s, done_s, waited_s)
             transfers.add(span)
 
         return end

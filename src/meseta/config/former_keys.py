@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from meseta.errors import MesetaError
-from meseta.spec.former_names import FormerNameWarning
+from meseta.spec.former_names import DENSE_EXCHANGES, EXCHANGES, OVERLAPS, FormerNameWarning, rename_value
 
 KEYS = {
     "comm.silent_s": "comm.heartbeat_timeout_s",
@@ -16,6 +16,8 @@ KEYS = {
     "storage.near_bytes": "storage.cache_bytes",
 }
 """Current path of each former key."""
+VALUES = {"comm.exchange": EXCHANGES, "comm.dense_exchange": DENSE_EXCHANGES, "pipeline.overlap": OVERLAPS}
+"""Current name of each former value, by the path of its key."""
 
 
 def current_key(key: str) -> str:
@@ -32,16 +34,37 @@ def rename_keys(document: dict[str, Any]) -> None:
     Raises MesetaError if the document has a key under both names.
     """
     for path, current_path in KEYS.items():
-        *parents, former = path.split(".")
-        section: Any = document
-        for name in parents:
-            section = section.get(name) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or former not in section:
+        section, former = _section_with(document, path)
+        if section is None:
             continue
         current = current_key(path).rpartition(".")[2]
         if current in section:
             raise MesetaError(f"key {path!r} is the former name of {current_path!r}; remove {path!r}")
         section[current] = section.pop(former)
+
+
+def rename_values(document: dict[str, Any]) -> None:
+    """Rename the former values of a config document in place, with a warning each."""
+    for path, former in VALUES.items():
+        section, key = _section_with(document, path)
+        if section is None:
+            continue
+        value = section[key]
+        section[key] = (
+            [rename_value(one, former) for one in value] if isinstance(value, list) else rename_value(value, former)
+        )
+        for name in value if isinstance(value, list) else [value]:
+            if (current := rename_value(name, former)) != name:
+                _warn(f"value {name!r} of config key {path!r} is now {current!r}; rename it")
+
+
+def _section_with(document: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
+    """Return (section, last name of `path`). The section is `None` if the document has no such key."""
+    *parents, key = path.split(".")
+    section: Any = document
+    for name in parents:
+        section = section.get(name) if isinstance(section, dict) else None
+    return (section if isinstance(section, dict) and key in section else None), key
 
 
 def _warn(text: str) -> None:

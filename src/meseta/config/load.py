@@ -42,6 +42,7 @@ def read_config_document(path: str | Path | None, overrides: Sequence[str] = ())
         raise error.with_prefix(f"config {str(path)!r}: ") from None
     for override in overrides:
         _apply_override(document, override)
+    former_keys.rename_values(document)
     return document
 
 

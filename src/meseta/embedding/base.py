@@ -42,8 +42,8 @@ NO_BACKWARD = -1
 
 
 class OptimizerInBackward(torch.autograd.Function):
-    """Gives out `embeddings` forward and runs `update` backward; tables have no gradient tensor and autograd does not see
-    them.
+    """Returns `embeddings` in the forward pass and runs `update` in the backward pass. Tables have no gradient tensor,
+    and autograd does not see them.
 
     `update` returns the gradient of each tensor of `weights`, the weights of ids, or None for it.
     """

@@ -162,7 +162,9 @@ def send_to_cross_host_peers(
             [routing.cross_host_message(host, x.batch_size_per_rank[twin], x.rows_per_route.forwarded.get(twin, {}))]
         )
         [receive[twin]] = wire.message_sizes([message])
-    pending = world.all_to_all(packed, send, receive, "embeddings inter-host", scope=ExchangeScope(twins, tables, x.batch_tag))
+    pending = world.all_to_all(
+        packed, send, receive, "embeddings inter-host", scope=ExchangeScope(twins, tables, x.batch_tag)
+    )
 
     def take() -> InterHostEmbeddings:
         bags, direct, rows = list[Tensor](), dict[int, Tensor](), RouteRows()

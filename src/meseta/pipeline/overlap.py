@@ -19,7 +19,7 @@ class OverlapChoice:
 
     hidden: tuple[Overlap, ...]
     """In the order of OVERLAPS."""
-    left_out: Mapping[Overlap, str]
+    excluded: Mapping[Overlap, str]
     """Why each that was to be chosen cannot be."""
 
 

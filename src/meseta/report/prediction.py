@@ -117,7 +117,7 @@ def _wait_table(summary: RunSummary) -> str:
     found = compare_transfers(summary)
     if not found or summary.predicted is None or summary.predicted.overlap is None:
         return ""
-    rows = [[escape(one.name), _cell(one.predicted.waited_s, one.measured.waited_s)] for one in found]
+    rows = [[escape(one.name), _cell(one.predicted.wait_s, one.measured.wait_s)] for one in found]
     return table(["transfer", "ms waited for, mean over ranks"], rows, {1}, "compact")
 
 

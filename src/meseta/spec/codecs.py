@@ -14,8 +14,8 @@ ExchangeAlgorithm = Literal["flat", "hierarchical"]
 """Algorithm for exchanging ids, embeddings and their gradients. `flat` sends directly to each rank. `hierarchical` is
 hierarchical: between hosts, only ranks with the same local index communicate."""
 CrossHostAlgorithm = Literal["cross_host", "chain"]
-"""Algorithm for the inter-host phase of a hierarchical all-reduce. `cross_host` exchanges directly between the ranks with
-the same local index. `chain` passes sums from host to host."""
+"""Algorithm for the inter-host phase of a hierarchical all-reduce. `cross_host` exchanges directly between the ranks
+with the same local index. `chain` passes sums from host to host."""
 AllReduceAlgorithm = Literal["flat", "cross_host", "chain"]
 """Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of
 `CrossHostAlgorithm`."""

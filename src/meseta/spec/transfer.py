@@ -215,8 +215,8 @@ class Transfer:
 # dense          dense                          all           parameter
 #                norms                          all           step
 #
-# With exchange 'hierarchical', the transfers of tables have two hops: between cross-host peers, which are the ranks with
-# the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
+# With exchange 'hierarchical', the transfers of tables have two hops: between cross-host peers, which are the ranks
+# with the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
 #
 # input_dist     counts, counts intra-host      peers, host   pair of ranks, route of a host or rank
 #                ids, ids intra-host            peers, host   bag and id, once for each host or owner

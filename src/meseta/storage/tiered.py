@@ -162,10 +162,10 @@ class TieredShard(_OffloadedShard):
         return RowTraffic(
             num_rows=counters.num_rows,
             num_misses=counters.num_misses,
-            waited_s=self.wait_s,
+            wait_s=self.wait_s,
             read_bytes=read,
-            num_pushed_out=counters.num_written_back,
-            pushed_bytes=counters.num_written_back * self._layout.num_bytes,
+            num_evicted=counters.num_written_back,
+            evicted_bytes=counters.num_written_back * self._layout.num_bytes,
             written_bytes=written,
         )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
+from meseta.errors import MesetaError
 from meseta.machine.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
+from meseta.spec import former_names
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
@@ -23,6 +25,30 @@ _MAX_LISTED_LINES = 5
 """Numbers of lines that a message lists."""
 
 Count = Annotated[int, Field(ge=0, le=10**18)]
+
+
+def renames(former: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator that gives keys that earlier versions wrote their current names."""
+
+    def rename(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return former_names.rename_keys("metrics", value, former)
+        except MesetaError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(rename)
+
+
+StageSeconds = Annotated[dict[str, float], renames(former_names.STAGES)]
+"""Seconds per step of each stage."""
+Transfers = Annotated[
+    dict[str, Annotated[TransferMeans, renames(former_names.TRANSFER_KEYS)]], renames(former_names.TRANSFERS)
+]
+"""Means of each transfer, by name."""
+RowWaits = dict[str, Annotated[RowWait, renames(former_names.ROW_WAIT_KEYS)]]
+"""Seconds per step that a rank waited for each reader."""
 
 
 class Entry(BaseModel):
@@ -75,15 +101,14 @@ class TrainLine(Entry):
     seconds_per_step: float | None = None
     lr_dense: float | None = None
     lr_sparse: float | None = None
-    stages_s: dict[str, float] = {}
-    """Seconds per step of each stage."""
-    transfers: dict[str, TransferMeans] = {}
+    stages_s: StageSeconds = {}
+    transfers: Transfers = {}
     """What rank 0 sent, by the name of the transfer; nothing where there is one rank."""
     ids_outside: dict[str, Count] = {}
     """Ids outside their table in the run so far, by feature."""
-    row_traffic: dict[str, RowTraffic] = {}
+    row_traffic: dict[str, Annotated[RowTraffic, renames(former_names.ROW_TRAFFIC_KEYS)]] = {}
     """Per step, of tables whose rows lie far, over all ranks."""
-    row_waits: dict[str, RowWait] = {}
+    row_waits: RowWaits = {}
     """Per step of rank 0, by reader that was waited for; nothing where this process decodes."""
 
     @property
@@ -105,7 +130,9 @@ class GroupMean(Entry):
 
     value: float | None = None
     num_groups: Count | None = None
-    num_left_out: Count | None = None
+    num_skipped_groups: Annotated[
+        Count | None, Field(validation_alias=AliasChoices("num_skipped_groups", "num_left_out"))
+    ] = None
 
 
 class EvalMetrics(Entry):

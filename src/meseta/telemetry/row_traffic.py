@@ -14,13 +14,13 @@ class RowTraffic:
     """Distinct rows of batches."""
     num_misses: float = 0.0
     """Those of them that did not lie near; the others are hits."""
-    waited_s: float = 0.0
+    wait_s: float = 0.0
     """Seconds that ranks stood still for them."""
     read_bytes: float = 0.0
     """Of the disk, those of evaluations and saves among them."""
-    num_pushed_out: float = 0.0
+    num_evicted: float = 0.0
     """Changed rows that went to the far side."""
-    pushed_bytes: float = 0.0
+    evicted_bytes: float = 0.0
     """Of these rows, with their states."""
     written_bytes: float = 0.0
     """To the disk: these and what holds them together, and rows that were moved to make room."""
@@ -28,7 +28,7 @@ class RowTraffic:
     @property
     def write_amplification(self) -> float | None:
         """Bytes that the disk was sent for each of a row that was pushed out; None where it was sent none."""
-        return self.written_bytes / self.pushed_bytes if self.written_bytes and self.pushed_bytes else None
+        return self.written_bytes / self.evicted_bytes if self.written_bytes and self.evicted_bytes else None
 
     def __add__(self, other: RowTraffic) -> RowTraffic:
         return RowTraffic(*map(add, vars(self).values(), vars(other).values()))

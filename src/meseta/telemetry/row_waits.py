@@ -20,7 +20,7 @@ class RowWait:
     """While it decoded prepared data."""
     transform_s: float = 0.0
     """While it parsed and encoded raw rows."""
-    wire_s: float = 0.0
+    transfer_s: float = 0.0
     """All else while a reader was there: rows on their way, a reader that was busy with others, or stood still."""
     no_lease_s: float = 0.0
     """While the dispatcher named no reader, or was being asked."""

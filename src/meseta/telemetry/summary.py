@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from meseta.machine.files import parse_json, read_if_exists
-from meseta.telemetry.metrics_file import Count, Entry, EvalLine
-from meseta.telemetry.row_waits import RowWait
+from meseta.spec import former_names
+from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
 from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, VALID
-from meseta.telemetry.transfers import TransferMeans
 
 SUMMARY_FILE = "summary.json"
 ENVIRONMENT_FILE = "environment.json"
+
+OverlapName = Annotated[str, BeforeValidator(lambda name: former_names.rename_value(name, former_names.OVERLAPS))]
+"""Transfer that overlaps with computation."""
 
 
 class BestEvaluation(Entry):
@@ -46,15 +48,15 @@ class PredictedStep(Entry):
     """What the cost model said of a step."""
 
     step_s: float
-    seconds: dict[str, list[float]]
+    seconds: Annotated[dict[str, list[float]], renames(former_names.COMPONENTS)]
     """Of each component on every rank."""
     constants: str
     """Where they are from."""
-    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
+    transfers_by_rank: list[Transfers] = Field(default=[])
     """What each rank sends per step and waits for, by the name of the transfer."""
     misses: dict[str, float] = Field(default={})
     """Rows of a step that do not lie near, by table with rows that lie far."""
-    overlap: list[str] | None = None
+    overlap: list[OverlapName] | None = None
     """What it takes to be hidden behind computation; None in summaries of former versions, which hid nothing and told
     no waiting."""
 
@@ -62,8 +64,10 @@ class PredictedStep(Entry):
 class OverlapSummary(Entry):
     """What a run lets travel while it computes, by the names of meseta.spec.stages."""
 
-    hidden: list[str] = Field(default=[])
-    left_out: dict[str, str] = Field(default={})
+    hidden: list[OverlapName] = Field(default=[])
+    excluded: Annotated[dict[str, str], renames(former_names.OVERLAPS)] = Field(
+        default={}, validation_alias=AliasChoices("excluded", "left_out")
+    )
     """What 'auto' leaves out, and why."""
 
 
@@ -81,20 +85,22 @@ class RunSummary(Entry):
     train_s: float | None = None
     samples_per_s: float | None = None
     num_ranks: Count | None = None
-    unlisted: Count | None = None
+    unknown_collectives: Count | None = Field(
+        default=None, validation_alias=AliasChoices("unknown_collectives", "unlisted")
+    )
     """Collectives that no list of transfers names."""
     clamped: Count | None = None
     """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so."""
     ids_outside: dict[str, Count] = Field(default={})
     """Of training, by feature."""
-    rows_left_out: dict[str, Count] = Field(default={})
+    excluded_rows: dict[str, Count] = Field(default={}, validation_alias=AliasChoices("excluded_rows", "rows_left_out"))
     """By reason."""
     checkpoint: str | None = None
     """Of the weights that the run has ended with."""
-    stages_s_by_rank: list[dict[str, float]] = Field(default=[])
-    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
+    stages_s_by_rank: list[StageSeconds] = Field(default=[])
+    transfers_by_rank: list[Transfers] = Field(default=[])
     """What each rank sent per step, by the name of the transfer."""
-    row_waits_by_rank: list[dict[str, RowWait]] = Field(default=[])
+    row_waits_by_rank: list[RowWaits] = Field(default=[])
     """What each rank waited for per step, by reader."""
     overlap: OverlapSummary | None = None
     """None where one rank runs alone."""

@@ -40,14 +40,14 @@ class TransferSpan(NamedTuple):
 class TransferMeans:
     """What one rank had of one transfer, per step; or, over one step, in all."""
 
-    num_times: float
-    inside_bytes: float
+    num_calls: float
+    intra_host_bytes: float
     """Sent to ranks of the same host."""
-    across_bytes: float
+    inter_host_bytes: float
     """Sent to ranks of other hosts."""
     seconds: float
     """From the beginning to the moment when it was known to be done."""
-    waited_s: float
+    wait_s: float
     """How long the rank stood still for it."""
 
     def __add__(self, other: TransferMeans) -> TransferMeans:

@@ -510,7 +510,7 @@ class Trainer:
         if self.world.size > 1:
             parts["overlap"] = asdict(self.overlap)
         if any(astuple(self.reader.excluded_rows)):
-            parts["rows_left_out"] = asdict(self.reader.excluded_rows)
+            parts["excluded_rows"] = asdict(self.reader.excluded_rows)
         best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
         return RunSummary(
             best=BestEvaluation(
@@ -522,7 +522,7 @@ class Trainer:
             train_s=self.clock.train_s,
             samples_per_s=self.num_samples / self.clock.train_s if self.clock.train_s else None,
             num_ranks=self.world.size,
-            unlisted=UnknownCollectives.count - self._num_unknown_collectives_before,
+            unknown_collectives=UnknownCollectives.count - self._num_unknown_collectives_before,
             clamped=sum_clamped(self.model.embeddings.num_clamped, self.world),
             ids_outside=outside,
             checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),

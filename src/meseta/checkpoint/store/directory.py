@@ -7,7 +7,7 @@ Three kinds of names lie in it:
     .tmp-...                work in progress, or being deleted; never read, removed by the next save
     .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
 
-One with passed-over.txt in it is none any more either (names.QUARANTINE_MARKER), and is left as it is.
+One with quarantined.txt in it is none any more either (names.QUARANTINE_MARKER), and is left as it is.
 
 Whatever else lies there is somebody else's and stays as it is.
 """
@@ -29,7 +29,7 @@ from meseta.checkpoint.failures import check_no_concurrent_saves, read_with_retr
 from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_name, parse_step
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.machine.files import (
     is_folder,
@@ -280,7 +280,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_quarantined(path: Path) -> bool:
-    return stat_if_exists(path / QUARANTINE_MARKER, follow=False) is not None
+    return any(stat_if_exists(path / name, follow=False) is not None for name in QUARANTINE_MARKERS)
 
 
 def _is_pruned(path: Path) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from meseta.machine.remote import Location
 
-QUARANTINE_MARKER = "passed-over.txt"
-"""In the folder of a checkpoint that is damaged, or needs a file that is, and that a run has gone back behind: it is
-taken up, counted and deleted no more, until a new one of its step takes its place. Says why."""
+QUARANTINE_MARKER = "quarantined.txt"
+"""File in the folder of a quarantined checkpoint: it is damaged, or needs a damaged file, and a run has resumed from an
+older one. It is not loaded, counted or deleted until a new checkpoint of its step replaces it. The file says why."""
+QUARANTINE_MARKERS = (QUARANTINE_MARKER, "passed-over.txt")
+"""Files that mark a quarantined checkpoint. Earlier versions wrote the second one."""
 
 
 def checkpoint_path(parent: Location, step: int) -> Location:

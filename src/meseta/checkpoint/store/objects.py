@@ -24,7 +24,7 @@ from meseta.checkpoint.files.paths import CHECKPOINT_NAME_PATTERN
 from meseta.checkpoint.files.rate_limit import WriteRateLimiter
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_file_entries, write_manifest
-from meseta.checkpoint.store.names import QUARANTINE_MARKER, checkpoint_name, parse_step
+from meseta.checkpoint.store.names import QUARANTINE_MARKER, QUARANTINE_MARKERS, checkpoint_name, parse_step
 from meseta.checkpoint.store.references import referenced_files
 from meseta.errors import StorageError
 from meseta.machine.remote import RETRY_DELAYS_S, RemotePath
@@ -60,7 +60,7 @@ class ObjectStore:
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""
         growing = self.staging_path(step)
-        if has_file(growing, QUARANTINE_MARKER):
+        if _is_quarantined(growing):
             self.discard(growing)
         if has_file(growing, MANIFEST_PATH):
             raise concurrent_writer_error(growing)
@@ -198,7 +198,11 @@ class ObjectStore:
     def list_candidates(self) -> list[RemotePath]:
         """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
         listed = {path: read_with_retry(path, path, path.entries) for path in self._checkpoint_folders()}
-        return [path for path, names in listed.items() if MANIFEST_PATH in names and QUARANTINE_MARKER not in names]
+        return [
+            path
+            for path, names in listed.items()
+            if MANIFEST_PATH in names and names.keys().isdisjoint(QUARANTINE_MARKERS)
+        ]
 
     def quarantine(self, path: RemotePath, why: str) -> None:
         """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
@@ -206,7 +210,7 @@ class ObjectStore:
 
     def quarantined(self) -> list[RemotePath]:
         """Those, by rising step."""
-        return [path for path in self._checkpoint_folders() if has_file(path, QUARANTINE_MARKER)]
+        return [path for path in self._checkpoint_folders() if _is_quarantined(path)]
 
     def unrecognized_entries(self) -> list[RemotePath]:
         """None are told of: a store may hold anything beside."""
@@ -221,7 +225,9 @@ class ObjectStore:
         """Files that no manifest but those of `doomed` names, by folder; `None` for a folder with no other file."""
         paths = self._checkpoint_folders()
         files = {path: {path / inner for inner in read_with_retry(path, path, path.files)} for path in paths}
-        paths = [path for path in paths if path / QUARANTINE_MARKER not in files[path]]  # others are left alone
+        paths = [
+            path for path in paths if files[path].isdisjoint(path / name for name in QUARANTINE_MARKERS)
+        ]  # others are left alone
         checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path] and path not in doomed]
         needed = referenced_files(checkpoints)
         if needed is None:
@@ -246,3 +252,7 @@ class ObjectStore:
         folders = read_with_retry(None, self.parent, self.parent.folders)
         names = [name for name in folders if (match := CHECKPOINT_NAME_PATTERN.fullmatch(name)) and not match["old"]]
         return sorted((self.parent / name for name in names), key=parse_step)
+
+
+def _is_quarantined(path: RemotePath) -> bool:
+    return any(has_file(path, name) for name in QUARANTINE_MARKERS)

@@ -64,7 +64,15 @@ DISK_CASES = (
 """With few misses, which the disk has brought before the step is over."""
 
 
-COST_NAMES = ("near_call_s", "near_shard_s", "near_id_s", "near_row_s", "host_row_s", "host_byte_s", "disk_processor_s")
+COST_NAMES = (
+    "cache_call_s",
+    "cache_shard_s",
+    "cache_id_s",
+    "cache_row_s",
+    "host_row_s",
+    "host_byte_s",
+    "disk_processor_s",
+)
 """What the fit finds, in seconds; `host_byte_s` is of a byte that is copied."""
 
 

@@ -266,7 +266,11 @@ def received_bytes(
     cut = _OneShardPerHost(cut)
     ids = shard_transfer_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
     answers = shard_transfer_bytes(transfers, ["embeddings"], load, cut, num_ranks)
-    relayed = [*FORWARDED_TRANSFERS, "embeddings inter-host"] if any(one.name in FORWARDED_TRANSFERS for one in transfers) else []
+    relayed = (
+        [*FORWARDED_TRANSFERS, "embeddings inter-host"]
+        if any(one.name in FORWARDED_TRANSFERS for one in transfers)
+        else []
+    )
     for part in (part for one in transfers if one.name in ("embeddings", *relayed) for part in one.parts):
         if not part.codec.is_lossless:
             answers = answers + load.element_bytes * count_items(part.unit, load, cut, num_ranks)

@@ -108,9 +108,9 @@ def _tier_seconds(cost_model: CostModel, loads: ShardLoads) -> tuple[Floats, Flo
     is_far = np.isin(loads.tier_index, OFFLOADED_TIER_INDICES)
     way = rows / tiers.host_bytes_per_s
     search_s = (
-        tiers.near_shard_s * loads.num_features
-        + tiers.near_id_s * loads.num_ids
-        + tiers.near_row_s * loads.num_distinct_rows
+        tiers.cache_shard_s * loads.num_features
+        + tiers.cache_id_s * loads.num_ids
+        + tiers.cache_row_s * loads.num_distinct_rows
     )
     if cost_model.device != "cpu":
         search_s = search_s + (loads.tier_index == TIERS.index(DISK)) * loads.num_distinct_rows * _swap_seconds(

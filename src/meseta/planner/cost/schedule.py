@@ -30,7 +30,14 @@ from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
 ComputeOp = Literal["lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward"]
 """What a rank computes in a step: `forward_dense` needs dense inputs alone."""
-COMPUTE_OPS: tuple[ComputeOp, ...] = ("lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward")
+COMPUTE_OPS: tuple[ComputeOp, ...] = (
+    "lookup",
+    "table_update",
+    "dense_only",
+    "score",
+    "back of score",
+    "dense_only backward",
+)
 EMBEDDINGS, HOST_POOLED_BAGS = "embeddings", "embeddings inter-host"
 ALL_REDUCES = ("replicas", "dense")
 """Transfers of the lane of sums, which let others pass."""

@@ -54,8 +54,8 @@ from meseta.spec.tiers import MEMORIES
 from meseta.spec.transfer import GRADIENT_TRANSFERS, ROW_STATISTICS, TrafficUnit, Transfer, TransferPart, step_transfers
 
 COST_COMPONENTS = ("compute", "ids", "embeddings", "partial bags", "summed bags", "row statistics")
-"""What every rank does in step with the others; the slowest ends it. With two levels 'embeddings' are the ids that cross
-hosts, since all bags and rows are of the two behind it."""
+"""What every rank does in step with the others; the slowest ends it. With two levels 'embeddings' are the ids that
+cross hosts, since all bags and rows are of the two behind it."""
 OPTIONAL_COSTS = ("partial bags", "row statistics", "replicas", "owners", "embeddings")
 """What takes place only where some table needs it: collectives, calls, and bytes between hosts in those that all steps
 have."""

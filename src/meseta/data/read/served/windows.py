@@ -181,13 +181,13 @@ def attribute_wait(waited_s: float, made: WindowTimings | None) -> RowWait:
     """
     making_s = 0.0 if made is None else made.storage_s + made.decode_s + made.transform_s
     if made is None or not making_s:
-        return RowWait(wire_s=waited_s)
+        return RowWait(transfer_s=waited_s)
     share = min(max(waited_s - made.ready_s, 0.0), making_s) / making_s
     return RowWait(
         storage_s=share * made.storage_s,
         decode_s=share * made.decode_s,
         transform_s=share * made.transform_s,
-        wire_s=waited_s - share * making_s,
+        transfer_s=waited_s - share * making_s,
     )
 
 
