@@ -121,8 +121,8 @@ def results(way: Way, document: dict[str, Any], ranks: int, run_dir: Path) -> di
         "metrics": [without_times(line) for line in lines],
         "plan": json.loads((run_dir / "plan.json").read_text()),
         "predicted": summary.get("predicted"),
-        "unknown_collectives": summary.get("unknown_collectives"),
-        "summary": {key: value for key, value in without_times(summary).items() if key != "unknown_collectives"},
+        "unlisted": summary.get("unlisted"),
+        "summary": {key: value for key, value in without_times(summary).items() if key != "unlisted"},
         "scores": scores.read_text() if done.returncode == 0 else done.stderr,
     }
 

@@ -12,8 +12,8 @@ import yaml
 
 from meseta.config import former_keys, load_config
 from meseta.config.keys import all_keys, find_keys
+from meseta.errors import FormerNameWarning
 from meseta.spec import MesetaError
-from meseta.spec.former_names import FormerNameWarning
 
 VALUES: dict[str, Any] = {
     "comm.silent_s": 3.0,

@@ -267,7 +267,7 @@ def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
     for value, expected in (("off", "off"), ("auto", "auto"), ("[ids, dense]", ["ids", "dense"]), ("[]", [])):
         assert load_config(write(f"{SMALL}pipeline: {{overlap: {value}}}\n"), []).pipeline.overlap == expected
         assert load_config(write(SMALL), [f"pipeline.overlap={value}"]).pipeline.overlap == expected
-    of_words = "'pipeline.overlap': 'idz' is none of ids, answers, gradients, dense, agree"
+    of_words = "'pipeline.overlap': 'idz' is none of ids, embeddings, gradients, dense, agree"
     assert "twice" not in refused(write(SMALL), ["pipeline.overlap=[idz]"], of_words)
     twice = "'pipeline.overlap': 'ids' stands there twice; name each once"
     assert "none of" not in refused(write(SMALL), ["pipeline.overlap=[ids, ids]"], twice)

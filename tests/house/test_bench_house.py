@@ -53,7 +53,7 @@ def test_differences_are_told_or_allowed() -> None:
     ledger = Ledger("runs")
     ledger.compare("config 1", "checksum", "a", "a")
     ledger.compare("config 1", "plan", {"a": [1, 2]}, {"a": [1, 3]})
-    ledger.compare("config 2", "unknown_collectives", None, 0)
+    ledger.compare("config 2", "unlisted", None, 0)
     allowed = (Allowed("runs", "unl*", "summaries have it now"), Allowed("plans", "plan", "of another part"))
     refused, meant = ledger.split(allowed)
     assert [one.what for one in refused] == ["plan"] and list(meant) == ["summaries have it now"]

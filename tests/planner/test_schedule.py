@@ -23,7 +23,8 @@ MORE = (*FLAT, "batch norm", "gradients of batch norm", "replicas", "row statist
 TWINS = ("embeddings inter-host", "gradients inter-host")
 TWO_LEVEL = (*MORE, *TWINS, "counts" + INTRA_HOST_SUFFIX, "ids" + INTRA_HOST_SUFFIX)
 COMPUTED = {
-    "lookup": 2.0, "dense_only": 3.0, "score": 1.0, "back of score": 2.0, "dense_only backward": 6.0, "table_update": 4.0,
+    "lookup": 2.0, "dense_only": 3.0, "score": 1.0, "back of score": 2.0, "dense_only backward": 6.0,
+    "table_update": 4.0,
 }  # fmt: skip
 
 

@@ -498,7 +498,7 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report(run).read_text()
     assert "Hidden behind computation: ids, agree." in page
-    assert "Not hidden: answers, since MMoE computes nothing." in page
+    assert "Not hidden: embeddings, since MMoE computes nothing." in page
 
 
 def test_waits_for_rows_are_means_over_the_run(tmp_path: Path) -> None:

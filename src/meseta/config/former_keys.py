@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from meseta.errors import MesetaError
-from meseta.spec.former_names import DENSE_EXCHANGES, EXCHANGES, OVERLAPS, FormerNameWarning, rename_value
+from meseta.errors import FormerNameWarning, MesetaError
+from meseta.spec.codecs import FORMER_DENSE_EXCHANGES, FORMER_EXCHANGES
+from meseta.spec.documents import rename_value
+from meseta.spec.stages import FORMER_OVERLAPS
 
 KEYS = {
     "comm.silent_s": "comm.heartbeat_timeout_s",
@@ -16,7 +18,11 @@ KEYS = {
     "storage.near_bytes": "storage.cache_bytes",
 }
 """Current path of each former key."""
-VALUES = {"comm.exchange": EXCHANGES, "comm.dense_exchange": DENSE_EXCHANGES, "pipeline.overlap": OVERLAPS}
+VALUES = {
+    "comm.exchange": FORMER_EXCHANGES,
+    "comm.dense_exchange": FORMER_DENSE_EXCHANGES,
+    "pipeline.overlap": FORMER_OVERLAPS,
+}
 """Current name of each former value, by the path of its key."""
 
 

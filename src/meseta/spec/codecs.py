@@ -16,6 +16,9 @@ hierarchical: between hosts, only ranks with the same local index communicate.""
 CrossHostAlgorithm = Literal["cross_host", "chain"]
 """Algorithm for the inter-host phase of a hierarchical all-reduce. `cross_host` exchanges directly between the ranks
 with the same local index. `chain` passes sums from host to host."""
+FORMER_EXCHANGES = {"two_level": "hierarchical"}
+FORMER_DENSE_EXCHANGES = {"twins": "cross_host"}
+"""Current name of each former algorithm, in plans and configs."""
 AllReduceAlgorithm = Literal["flat", "cross_host", "chain"]
 """Algorithm of an all-reduce: `flat` over all ranks, or hierarchical with the inter-host phase of
 `CrossHostAlgorithm`."""

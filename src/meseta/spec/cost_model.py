@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, check_number
-from meseta.spec.documents import load_document, parse_dataclass, strip_format, write_yaml
-from meseta.spec.former_names import TIER_COST_KEYS, rename_keys
+from meseta.spec.documents import load_document, parse_dataclass, rename_keys, strip_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.tiers import DEFAULT_CACHE_SHARE
 from meseta.spec.topology import DeviceKind, Link
@@ -226,7 +225,7 @@ class CostModel:
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
         if isinstance(document["tiers"], Mapping):
-            document["tiers"] = rename_keys("cost model: tiers", document["tiers"], TIER_COST_KEYS)
+            document["tiers"] = rename_keys("cost model: tiers", document["tiers"], FORMER_TIER_KEYS)
         groups: dict[str, Any] = {
             name: parse_dataclass("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
         }
@@ -244,6 +243,13 @@ class CostModel:
         write_yaml(path, self.to_dict())
 
 
+FORMER_TIER_KEYS = {
+    "near_call_s": "cache_call_s",
+    "near_shard_s": "cache_shard_s",
+    "near_id_s": "cache_id_s",
+    "near_row_s": "cache_row_s",
+}
+"""Current name of each former key of `tiers`."""
 _GROUPS: dict[str, type] = {
     "lookup": LookupCost,
     "update": UpdateCost,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from meseta.errors import MAX_INT64, MesetaError, check_keys, check_number, format_value, is_int, suggest
-from meseta.spec import former_names
-from meseta.spec.former_names import rename_keys, rename_value
+from meseta.spec.codecs import FORMER_DENSE_EXCHANGES, FORMER_EXCHANGES
+from meseta.spec.documents import rename_keys, rename_value
 from meseta.spec.plan import OPTIONAL_PLAN_KEYS, PLAN_FORMAT, Plan, check_exchanges
 from meseta.spec.shards import MAX_RANKS, SINGLE_HOST_TYPES, Shard, ShardingType, TablePlan, shard_table
 from meseta.spec.tables import ELEMENT_BYTES, TableSpec
@@ -19,6 +19,8 @@ PLAN_FILE = "plan.json"
 PLAN_KEYS = ("format", "num_ranks", *OPTIONAL_PLAN_KEYS, "tables")
 TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "cache_rows", "shards", "cost")
 SHARD_KEYS = ("rows", "columns", "ranks", "tier", "cache_rows")
+FORMER_KEYS = {"near_rows": "cache_rows"}
+"""Current name of each former key of a table or shard."""
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
@@ -57,8 +59,8 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
     paths = {key: document.get(key) for key in OPTIONAL_PLAN_KEYS}
-    paths["exchange"] = rename_value(paths["exchange"], former_names.EXCHANGES)
-    paths["dense_exchange"] = rename_value(paths["dense_exchange"], former_names.DENSE_EXCHANGES)
+    paths["exchange"] = rename_value(paths["exchange"], FORMER_EXCHANGES)
+    paths["dense_exchange"] = rename_value(paths["dense_exchange"], FORMER_DENSE_EXCHANGES)
     check_exchanges(paths["exchange"], paths["dense_exchange"])
     plan = Plan(num_ranks=num_ranks, tables=tuple(placed), **paths)
     plan.check(tables)
@@ -122,7 +124,7 @@ def _table_spec(name: str, entry: object) -> TableSpec:
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
     """Parse the entry of one table. Adds the bytes of its shards to `held_bytes`, which has one element per rank."""
     where = f"plan: table {table.name!r}"
-    entry = rename_keys(where, entry, former_names.PLAN_KEYS)
+    entry = rename_keys(where, entry, FORMER_KEYS)
     check_keys(where, entry, TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
         raise MesetaError(
@@ -185,7 +187,7 @@ def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[i
 def _read_shard(where: str, table: str, piece: Any) -> Shard:
     if not isinstance(piece, Mapping):
         raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
-    piece = rename_keys(where, piece, former_names.PLAN_KEYS)
+    piece = rename_keys(where, piece, FORMER_KEYS)
     check_keys(where, piece, SHARD_KEYS)
     for key in ("rows", "columns", "ranks"):
         if key not in piece:

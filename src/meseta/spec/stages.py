@@ -20,6 +20,8 @@ StageName = Literal[
 Overlap = Literal["ids", "embeddings", "gradients", "dense", "agree"]
 OVERLAPS: tuple[Overlap, ...] = ("ids", "embeddings", "gradients", "dense", "agree")
 """Transfers that can overlap with computation, in the order in which a batch needs them."""
+FORMER_OVERLAPS = {"answers": "embeddings"}
+"""Current name of each former name in `OVERLAPS`."""
 StepComponent = Literal["input_dist", "lookup", "output_dist", "dense", "gradient_dist", "table_update"]
 """Component of a predicted step."""
 
@@ -46,9 +48,13 @@ STAGES = (
     Stage("dense_update", "dense"),  # update dense parameters
 )
 """All stages, in the order in which a batch passes through them."""
+FORMER_STAGES = {"update": "dense_update"}
+"""Current name of each former stage."""
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
 STEP_COMPONENTS: tuple[StepComponent, ...] = get_args(StepComponent)
 """All components, in the order of a step."""
+FORMER_COMPONENTS = {"backward": "gradient_dist", "update": "table_update"}
+"""Current name of each former component."""
 
 
 def component_stages(component: StepComponent) -> tuple[StageName, ...]:

@@ -245,6 +245,15 @@ STEP_TRANSFERS = frozenset((*TABLE_TRANSFERS, "label weights", "batch norm", "gr
                             "agree", "dense", "norms", "parameters", "gradients of parameters",
                             "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` can return."""
+FORMER_TRANSFERS = {
+    "answers": "embeddings",
+    "whole bags": "embeddings inter-host",
+    "gradients of whole bags": "gradients inter-host",
+    "counts inside": "counts intra-host",
+    "ids inside": "ids intra-host",
+    "weights inside": "weights intra-host",
+}
+"""Current name of each former transfer."""
 LAST_MICRO_BATCH_TRANSFERS = ("replicas", "row statistics")
 """Names of backward transfers that start only after all ranks have agreed on the loss of the last micro-batch."""
 NON_STEP_TRANSFERS = frozenset(

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meseta.errors import MesetaError, check_number, suggest
-from meseta.spec import former_names
 from meseta.spec.codecs import Communication
-from meseta.spec.documents import load_document, parse_dataclass, strip_format
-from meseta.spec.former_names import rename_value
+from meseta.spec.documents import load_document, parse_dataclass, rename_value, strip_format
 from meseta.spec.optimizer import OptimizerSpec
-from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.stages import FORMER_OVERLAPS, OVERLAPS, Overlap
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
 
 
@@ -231,7 +229,7 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
         entry.setdefault("table", str(name))
         _check_reuse(f"workload: features.{name}", entry.get("reuse"))
     if isinstance(document.get("overlap"), list | tuple):
-        document["overlap"] = [rename_value(name, former_names.OVERLAPS) for name in document["overlap"]]
+        document["overlap"] = [rename_value(name, FORMER_OVERLAPS) for name in document["overlap"]]
     parsed = parse_dataclass("workload", _WorkloadDocument, document)
     tables: list[TableSpec] = []
     factors: dict[str, float] = {}

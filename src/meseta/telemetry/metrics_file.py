@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
-from meseta.errors import MesetaError
 from meseta.machine.files import MAX_DOCUMENT_BYTES, file_too_long_error, open_regular, parse_json
-from meseta.spec import former_names
+from meseta.spec.documents import rename_keys
+from meseta.spec.stages import FORMER_STAGES
+from meseta.spec.transfer import FORMER_TRANSFERS
+from meseta.telemetry import row_traffic, row_waits, transfers
 from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.row_waits import RowWait
 from meseta.telemetry.transfers import TransferMeans
@@ -31,23 +33,16 @@ def renames(former: Mapping[str, str]) -> BeforeValidator:
     """Return a validator that gives keys that earlier versions wrote their current names."""
 
     def rename(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        try:
-            return former_names.rename_keys("metrics", value, former)
-        except MesetaError as error:
-            raise ValueError(str(error)) from None
+        return rename_keys("metrics", value, former) if isinstance(value, Mapping) else value
 
     return BeforeValidator(rename)
 
 
-StageSeconds = Annotated[dict[str, float], renames(former_names.STAGES)]
+StageSeconds = Annotated[dict[str, float], renames(FORMER_STAGES)]
 """Seconds per step of each stage."""
-Transfers = Annotated[
-    dict[str, Annotated[TransferMeans, renames(former_names.TRANSFER_KEYS)]], renames(former_names.TRANSFERS)
-]
+Transfers = Annotated[dict[str, Annotated[TransferMeans, renames(transfers.FORMER_KEYS)]], renames(FORMER_TRANSFERS)]
 """Means of each transfer, by name."""
-RowWaits = dict[str, Annotated[RowWait, renames(former_names.ROW_WAIT_KEYS)]]
+RowWaits = dict[str, Annotated[RowWait, renames(row_waits.FORMER_KEYS)]]
 """Seconds per step that a rank waited for each reader."""
 
 
@@ -106,7 +101,7 @@ class TrainLine(Entry):
     """What rank 0 sent, by the name of the transfer; nothing where there is one rank."""
     ids_outside: dict[str, Count] = {}
     """Ids outside their table in the run so far, by feature."""
-    row_traffic: dict[str, Annotated[RowTraffic, renames(former_names.ROW_TRAFFIC_KEYS)]] = {}
+    row_traffic: dict[str, Annotated[RowTraffic, renames(row_traffic.FORMER_KEYS)]] = {}
     """Per step, of tables whose rows lie far, over all ranks."""
     row_waits: RowWaits = {}
     """Per step of rank 0, by reader that was waited for; nothing where this process decodes."""

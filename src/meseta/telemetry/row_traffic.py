@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import add
 
+FORMER_KEYS = {"waited_s": "wait_s", "num_pushed_out": "num_evicted", "pushed_bytes": "evicted_bytes"}
+"""Current name of each former key in metrics.jsonl and summary.json."""
+
 
 @dataclass(frozen=True)
 class RowTraffic:

@@ -10,6 +10,10 @@ NO_READER = "no reader"
 """Stands for the reader where there is none."""
 
 
+FORMER_KEYS = {"wire_s": "transfer_s"}
+"""Current name of each former key in metrics.jsonl and summary.json."""
+
+
 @dataclass(frozen=True)
 class RowWait:
     """Seconds for which a rank stood still for the rows of a reader: per step, or in all."""

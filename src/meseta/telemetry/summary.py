@@ -8,14 +8,15 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from meseta.machine.files import parse_json, read_if_exists
-from meseta.spec import former_names
+from meseta.spec.documents import rename_value
+from meseta.spec.stages import FORMER_COMPONENTS, FORMER_OVERLAPS
 from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
 from meseta.telemetry.splits import EVALUATED_SPLITS, TEST, VALID
 
 SUMMARY_FILE = "summary.json"
 ENVIRONMENT_FILE = "environment.json"
 
-OverlapName = Annotated[str, BeforeValidator(lambda name: former_names.rename_value(name, former_names.OVERLAPS))]
+OverlapName = Annotated[str, BeforeValidator(lambda name: rename_value(name, FORMER_OVERLAPS))]
 """Transfer that overlaps with computation."""
 
 
@@ -48,7 +49,7 @@ class PredictedStep(Entry):
     """What the cost model said of a step."""
 
     step_s: float
-    seconds: Annotated[dict[str, list[float]], renames(former_names.COMPONENTS)]
+    seconds: Annotated[dict[str, list[float]], renames(FORMER_COMPONENTS)]
     """Of each component on every rank."""
     constants: str
     """Where they are from."""
@@ -65,7 +66,7 @@ class OverlapSummary(Entry):
     """What a run lets travel while it computes, by the names of meseta.spec.stages."""
 
     hidden: list[OverlapName] = Field(default=[])
-    excluded: Annotated[dict[str, str], renames(former_names.OVERLAPS)] = Field(
+    excluded: Annotated[dict[str, str], renames(FORMER_OVERLAPS)] = Field(
         default={}, validation_alias=AliasChoices("excluded", "left_out")
     )
     """What 'auto' leaves out, and why."""

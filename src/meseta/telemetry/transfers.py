@@ -11,6 +11,13 @@ from typing import NamedTuple
 
 from meseta.spec.transfer import STEP_TRANSFERS
 
+FORMER_KEYS = {
+    "num_times": "num_calls",
+    "inside_bytes": "intra_host_bytes",
+    "across_bytes": "inter_host_bytes",
+    "waited_s": "wait_s",
+}
+"""Current name of each former key in metrics.jsonl and summary.json."""
 NUM_RECENT_SPANS = 4096
 """Spans that are at hand; older ones are in the sums alone."""
 

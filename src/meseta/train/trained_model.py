@@ -25,7 +25,8 @@ from meseta.errors import StorageError
 from meseta.machine.files import path_exists
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError
-from meseta.spec.former_names import PLAN_KEYS, rename_keys
+from meseta.spec.documents import rename_keys
+from meseta.spec.plan_document import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
 from meseta.telemetry.splits import validation_split
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
@@ -233,7 +234,7 @@ def _plan_with_saved_tiers(path: Location, num_ranks: int) -> Any:
         return "auto"
     for name, entry in plan["tables"].items():
         for stored_shard in entry["shards"]:
-            shard = rename_keys("plan", stored_shard, PLAN_KEYS)
+            shard = rename_keys("plan", stored_shard, FORMER_KEYS)
             if shard["tier"] in OFFLOADED_TIERS:
                 sharding = "table_wise" if num_ranks == 1 else "row_wise"
                 is_same = num_ranks == plan["num_ranks"] == 1 and "cache_rows" in shard
